@@ -1,0 +1,93 @@
+"""After set-up: what exists, held against what the config asked for."""
+
+from __future__ import annotations
+
+from ds_trainer.config.resolved import ResolvedConfig
+from ds_trainer.engines.base import Engine, EngineFacts
+from ds_trainer.errors import EngineError
+from ds_trainer.log import get_logger, warn_once
+from ds_trainer.mesh.mesh import Mesh
+
+NVME_MINIMUM = "DeepSpeed leaves sub-groups and partitions under 1 MiB per rank in memory"
+
+
+def check_asked_is_got(resolved: ResolvedConfig, engine: Engine, mesh: Mesh) -> EngineFacts:
+    """Measures the engine on every rank, compares it with the config, and prints a few lines.
+
+    Comm: one gather of each rank's facts.
+
+    Raises:
+        EngineError: Something else was set up than the config says, on any rank, or ranks start from other parameters.
+    """
+    facts = engine.facts()
+    gathered = mesh.gather_objects((facts, engine.parameter_hash()))
+    for rank, (other, _) in enumerate(gathered):
+        _compare(resolved, other, rank, mesh)
+    _same_start([value for _, value in gathered])
+    _print(resolved, [other for other, _ in gathered], same_hash=gathered[0][1])
+    return facts
+
+
+def _compare(resolved: ResolvedConfig, facts: EngineFacts, rank: int, mesh: Mesh) -> None:
+    config = resolved.config
+    asked: dict[str, tuple[object, object]] = {
+        "data ranks": (resolved.data_ranks, facts.group_size),
+        "precision.dtype": (config.precision.dtype, facts.compute_dtype),
+    }
+    if config.parallel.engine == "deepspeed":
+        asked["zero.stage"] = (config.zero.stage, facts.stage)
+        for key, got in (("offload_optimizer", facts.optimizer_device), ("offload_param", facts.param_device)):
+            want = getattr(config.zero, key).device
+            if want == "nvme" and got != "nvme":
+                warn_once(f"zero.{key}.device is nvme and nothing is on NVMe: {NVME_MINIMUM}")
+            elif want != "none":
+                asked[f"zero.{key}.device"] = (want, got)
+    if resolved.optimizer_implementation == "deepspeed_cpu":
+        asked["optimizer on the host"] = (True, facts.optimizer.startswith("DeepSpeedCPU"))
+    for key, (want, got) in asked.items():
+        if want != got:
+            raise EngineError(
+                f"rank {rank}: {key} was asked to be {want!r} and {facts.engine} set up {got!r}",
+                "what was asked for must be what runs",
+                f"change {key}, or the native key that overrides it",
+            )
+
+
+def _same_start(hashes: list[str | None]) -> None:
+    different = [rank for rank, value in enumerate(hashes) if value != hashes[0]]
+    if different:
+        raise EngineError(
+            f"ranks {different} start with other parameters than rank 0",
+            "every rank must hold the same parameters before the first step",
+            "load the same checkpoint on every rank (model.path), or seed the model's construction",
+        )
+
+
+def _print(resolved: ResolvedConfig, ranks: list[EngineFacts], same_hash: str | None) -> None:
+    first, log = ranks[0], get_logger()
+    stage = "" if first.stage is None else f", ZeRO stage {first.stage}"
+    batch = resolved.config.batch
+    log.info("engine: %s%s, %d data rank(s), compute in %s", first.engine, stage, first.group_size, first.compute_dtype)
+    log.info(
+        "parameters: %s on %s; optimizer: %s, %s on %s%s",
+        _per_rank([f.param_bytes for f in ranks]),
+        first.param_device,
+        first.optimizer,
+        _per_rank([f.optimizer_bytes for f in ranks]),
+        first.optimizer_device,
+        f"; swap files: {_per_rank([f.nvme_bytes for f in ranks])}" if any(f.nvme_bytes for f in ranks) else "",
+    )
+    how = "each parameter exists once" if same_hash is None else f"all ranks start from hash {same_hash}"
+    log.info(
+        "batch: %s samples per step = micro %s x accumulation %s x data ranks %d; %s",
+        batch.global_size,
+        batch.micro_size,
+        batch.accumulation,
+        resolved.data_ranks,
+        how,
+    )
+
+
+def _per_rank(sizes: list[int]) -> str:
+    low, high = min(sizes) / 1e6, max(sizes) / 1e6
+    return f"{high:,.1f} MB per rank" if high - low < 0.05 else f"{low:,.1f} to {high:,.1f} MB per rank"

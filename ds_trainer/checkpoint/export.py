@@ -1,0 +1,249 @@
+"""Writes a model as a plain Hugging Face folder: streamed, written aside, checked, then renamed into place."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from copy import deepcopy
+from itertools import chain
+from pathlib import Path
+
+import torch
+from accelerate.utils import convert_file_size_to_int
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.dynamic_module_utils import custom_object_save
+
+from ds_trainer.errors import MachineError, ModelError
+from ds_trainer.models.conversions import Recipe, empty_twin, export_recipes, tied_groups
+from ds_trainer.models.hf import set_use_cache
+from ds_trainer.models.weights import CheckpointWeights
+
+_WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json")
+
+
+def export_model(
+    parameters: Iterator[tuple[str, torch.Tensor]],
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    folder: str,
+    *,
+    dtype: torch.dtype,
+    max_shard_size: str,
+    is_writer: bool,
+) -> None:
+    """Writes a folder that `from_pretrained` loads with no missing and no unexpected key.
+
+    An earlier export at `folder` is replaced only when the new one is whole and checked; other files in it are kept.
+    The host holds one shard at a time.
+
+    Args:
+        parameters: Every parameter, whole, a tied one once; taking the next one is a collective, so every rank drains
+            it, even the one that fails to write.
+        model: The model; its class, config, generation config and buffers are used, not its parameters.
+        tokenizer: Written beside the model, with its chat template.
+        folder: Where to.
+        dtype: Format of floating-point parameters.
+        max_shard_size: Largest safetensors file, such as `5GB`.
+        is_writer: Whether this rank writes.
+
+    Raises:
+        MachineError: On the writer: the disk is full or the folder not writable.
+        ModelError: On the writer: a value is not finite, or what was written is not what the class expects.
+    """
+    try:
+        if is_writer:
+            _write(parameters, model, tokenizer, Path(folder), dtype, convert_file_size_to_int(max_shard_size))
+    finally:
+        for _ in parameters:
+            pass
+
+
+def _write(
+    parameters: Iterable[tuple[str, torch.Tensor]],
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    folder: Path,
+    dtype: torch.dtype,
+    shard_bytes: int,
+) -> None:
+    aside = folder.with_name(f".{folder.name}.partial")
+    try:
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+        twin = empty_twin(model)
+        _require_space(aside, twin, dtype)
+        writer = _ShardWriter(aside, shard_bytes)
+        for name, tensor in _to_checkpoint_form(parameters, model, twin, dtype):
+            writer.add(name, tensor)
+        writer.finish()
+        _write_config(model, aside, dtype)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(aside)
+        _check(aside, twin)
+        _sync(aside)
+        _publish(aside, folder)
+    except (OSError, SafetensorError) as error:
+        raise MachineError(
+            f"the model cannot be written to {folder}: {error}",
+            "an export needs a writable folder with room for the whole model; what was there before is untouched",
+            "free space, or set run.output_dir to another drive",
+        ) from error
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _to_checkpoint_form(
+    parameters: Iterable[tuple[str, torch.Tensor]], model: PreTrainedModel, twin: PreTrainedModel, dtype: torch.dtype
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Reverts what transformers did on load; holds only tensors whose partners are still to come."""
+    kept = _kept_names(twin)
+    recipes = _recipes(model, twin)
+    by_source = {name: recipe for recipe in recipes for _, name in recipe.sources}
+    waiting: dict[str, torch.Tensor] = {}
+    for given, tensor in chain(parameters, _persistent_buffers(model)):
+        name = kept.get(given, given)
+        if name not in by_source:  # The class says not to save it.
+            continue
+        is_parameter = given in kept
+        waiting[name] = tensor.to(dtype) if is_parameter and tensor.is_floating_point() else tensor
+        recipe = by_source[name]
+        if all(source in waiting for _, source in recipe.sources):
+            made = recipe.run(waiting.pop, twin)
+            yield from made.items()
+
+
+def _recipes(model: PreTrainedModel, twin: PreTrainedModel) -> list[Recipe]:
+    """Recipes for everything that the class saves, a tied parameter once."""
+    kept, ignored = _kept_names(twin), set(model._keys_to_ignore_on_save or ())
+    names = [name for name in twin.state_dict() if kept.get(name, name) == name and name not in ignored]
+    return export_recipes(model, names)
+
+
+def _kept_names(twin: PreTrainedModel) -> dict[str, str]:
+    """Parameter name -> the name under which transformers writes it, which differs for the copies of a tied one."""
+    kept = {name: name for name, _ in twin.named_parameters(remove_duplicate=False)}
+    copies = twin.get_expanded_tied_weights_keys(all_submodels=True)
+    for names in tied_groups(twin):
+        main = next((name for name in names if name not in copies), names[0])
+        kept |= dict.fromkeys(names, main)
+    return kept
+
+
+def _persistent_buffers(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
+    persistent = model.state_dict().keys()
+    return ((name, buffer.cpu()) for name, buffer in model.named_buffers() if name in persistent)
+
+
+class _ShardWriter:
+    """Fills safetensors files of at most `shard_bytes` in the order of arrival, under Hugging Face's names."""
+
+    def __init__(self, folder: Path, shard_bytes: int) -> None:
+        self._folder = folder
+        self._shard_bytes = shard_bytes
+        self._shard: dict[str, torch.Tensor] = {}
+        self._filled = 0
+        self._files: list[list[str]] = []
+        self._total_bytes = 0
+        self._total_parameters = 0
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Takes one tensor."""
+        if tensor.is_floating_point() and not tensor.isfinite().all():
+            raise ModelError(
+                f"{name} holds values that are NaN or infinite",
+                "an export holds finite values only; what was there before is untouched",
+                "lower optimizer.lr, set optimizer.max_grad_norm, or export in a format with a wider range",
+            )
+        if self._shard and self._filled + tensor.nbytes > self._shard_bytes:
+            self._flush()
+        self._shard[name] = tensor.contiguous()
+        self._filled += tensor.nbytes
+        self._total_bytes += tensor.nbytes
+        self._total_parameters += tensor.numel()
+
+    def finish(self) -> None:
+        """Writes what is left, and the index where there is more than one file."""
+        self._flush()
+        count = len(self._files)
+        if count == 1:
+            self._part(0).rename(self._folder / "model.safetensors")
+            return
+        weight_map: dict[str, str] = {}
+        for number, names in enumerate(self._files):
+            file = f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+            self._part(number).rename(self._folder / file)
+            weight_map |= dict.fromkeys(names, file)
+        metadata = {"total_parameters": self._total_parameters, "total_size": self._total_bytes}
+        index = json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2, sort_keys=True)
+        (self._folder / "model.safetensors.index.json").write_text(index + "\n")
+
+    def _flush(self) -> None:
+        save_file(self._shard, self._part(len(self._files)), metadata={"format": "pt"})
+        self._files.append(list(self._shard))
+        self._shard, self._filled = {}, 0
+
+    def _part(self, number: int) -> Path:
+        return self._folder / f"part-{number}"
+
+
+def _write_config(model: PreTrainedModel, folder: Path, dtype: torch.dtype) -> None:
+    config = deepcopy(model.config)
+    config.architectures = [type(model).__name__]
+    config.dtype = str(dtype).removeprefix("torch.")
+    set_use_cache(config, getattr(model, "source_use_cache", True))
+    if model.is_remote_code():
+        custom_object_save(model, folder, config=config)  # type: ignore[arg-type]  # Annotated as a dict, used as a config.
+    config.save_pretrained(folder)
+    if model.can_generate():
+        # Not save_pretrained: it refuses settings that real checkpoints ship, such as a temperature without sampling.
+        model.generation_config.to_json_file(folder / "generation_config.json", keys_to_pop=["compile_config"])
+
+
+def _require_space(folder: Path, twin: PreTrainedModel, dtype: torch.dtype) -> None:
+    needed = sum(p.numel() for p in twin.parameters()) * dtype.itemsize
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise OSError(f"{needed / 1e9:.1f} GB are needed, {free / 1e9:.1f} GB are free")
+
+
+def _check(folder: Path, twin: PreTrainedModel) -> None:
+    """Opens what was written as a new run would; `CheckpointWeights` refuses missing tensors and wrong shapes."""
+    weights = CheckpointWeights(str(folder), twin)
+    if weights.unexpected:
+        raise ModelError(
+            f"the export holds tensors that {type(twin).__name__} has no place for: {', '.join(weights.unexpected)}",
+            "an export holds exactly what its class loads",
+            "report this: transformers' conversion of this model type does not revert",
+        )
+
+
+def _sync(folder: Path) -> None:
+    for path in [*folder.iterdir(), folder]:
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def _publish(aside: Path, folder: Path) -> None:
+    """Swaps the new folder in; files of the old one that are no weights and that the new one lacks move over."""
+    old = folder.with_name(f".{folder.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if not folder.exists():
+        aside.rename(folder)
+        return
+    folder.rename(old)
+    try:
+        aside.rename(folder)
+    except OSError:
+        old.rename(folder)
+        raise
+    for path in old.iterdir():
+        if not path.name.endswith(_WEIGHT_SUFFIXES) and not (folder / path.name).exists():
+            path.rename(folder / path.name)
+    shutil.rmtree(old)

@@ -1,0 +1,47 @@
+"""`ds-trainer train run.json`, and the same arguments for scripts of one's own."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from ds_trainer.config.io import load_config
+from ds_trainer.config.schema import RunConfig
+
+
+def add_train_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of a training script beside the path of its JSON; launchers add `--local_rank`."""
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key: --set optimizer.lr=1e-5")
+    parser.add_argument("--deepspeed_config", metavar="DS.JSON", help="DeepSpeed JSON, merged last (native.deepspeed)")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error in the config or the data")
+    # The launcher's variables say the same; the option is accepted so that `deepspeed train.py` works.
+    parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--deepspeed", action="store_true", help=argparse.SUPPRESS)
+
+
+def config_from_arguments(args: argparse.Namespace) -> tuple[RunConfig, dict[str, str]]:
+    """The config that the arguments describe, and where each key comes from."""
+    return load_config(args.config, args.set, args.deepspeed_config)
+
+
+def parse_train_arguments(default_config: str | Path) -> argparse.Namespace:
+    """Parses the command line of a training script.
+
+    Args:
+        default_config: JSON that is used without `--config`.
+    """
+    parser = argparse.ArgumentParser(description="Train a model by one JSON.")
+    parser.add_argument("--config", default=str(default_config), help="the run's JSON (default: %(default)s)")
+    add_train_arguments(parser)
+    return parser.parse_args()
+
+
+def run(args: argparse.Namespace) -> int:
+    """Trains; the handler of `ds-trainer train`."""
+    config = config_from_arguments(args)
+    from ds_trainer.trainer import Trainer  # Loads torch, which takes seconds: a wrong config is told before.
+
+    trainer = Trainer(config=config)
+    trainer.train()
+    trainer.close()
+    return 0

@@ -1,0 +1,36 @@
+"""What the user wrote, as against what a default says. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+from ds_trainer.config.keys import default, value
+from ds_trainer.config.schema import RunConfig
+
+
+class Asked:
+    """What the user wrote, as against defaults.
+
+    Args:
+        config: The config.
+        origins: Dotted key -> the place that set it, or `default`.
+    """
+
+    def __init__(self, config: RunConfig, origins: Mapping[str, str]) -> None:
+        self._config, self._origins = config, origins
+
+    def __call__(self, key: str) -> bool:
+        """Whether the user set `key` to something that asks for anything: not to null, nor to a default that is off."""
+        if self.origin(key) == "default":
+            return False
+        item = value(self._config, key)
+        return item is not None and not (item == default(key) and item in (False, "none"))
+
+    def origin(self, key: str) -> str:
+        """The place that set `key`."""
+        return self._origins.get(key, "default")
+
+    def says(self, key: str) -> str:
+        """`key is value (place)`."""
+        return f"{key} is {json.dumps(value(self._config, key))} ({self.origin(key)})"

@@ -1,0 +1,306 @@
+"""Reading a run: JSON, `--set`, a DeepSpeed JSON beside it, and every fault of them in one report. Pure.
+
+Order of places: `--set` wins over the file, the file over the default. Two places of one rank that differ (a key set
+twice on the command line, a DeepSpeed JSON against `native.deepspeed`) are refused.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from difflib import get_close_matches
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from ds_trainer.config.keys import assign, flatten, leaf_fields, nearest, suggestion
+from ds_trainer.config.rules import check_config
+from ds_trainer.config.schema import RunConfig
+from ds_trainer.errors import ConfigError, ConfigErrors
+
+Source = str | Path | Mapping[str, Any]
+
+_TYPE_OF_ERROR: dict[str, tuple[type, ...]] = {"int_type": (int,), "float_type": (int, float), "bool_type": (bool,)}
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What could be read, and what was wrong with it.
+
+    Args:
+        config: The config, without the keys that are wrong.
+        origins: Dotted leaf key -> the place that set it, or `default`.
+        errors: Every fault found.
+    """
+
+    config: RunConfig
+    origins: dict[str, str]
+    errors: list[ConfigError]
+
+
+def load_config(
+    source: Source, overrides: Sequence[str] = (), deepspeed_config: str | Path | None = None
+) -> tuple[RunConfig, dict[str, str]]:
+    """Reads a run's JSON.
+
+    Args:
+        source: File, or its content as a mapping.
+        overrides: `a.b=c` each; the value is JSON, or else a string; `null` takes the key out of the file.
+        deepspeed_config: DeepSpeed JSON whose content goes to `native.deepspeed`.
+
+    Returns:
+        The config, and dotted leaf key -> the place that set it, or `default`.
+
+    Raises:
+        ConfigErrors: Every fault, together.
+    """
+    loaded = read_config(source, overrides, deepspeed_config)
+    if loaded.errors:
+        raise ConfigErrors(loaded.errors)
+    return loaded.config, loaded.origins
+
+
+def read_config(source: Source, overrides: Sequence[str] = (), deepspeed_config: str | Path | None = None) -> Loaded:
+    """As `load_config`, but hands back the faults beside what could be read.
+
+    Raises:
+        ConfigError: The file is missing or no JSON, an override cannot be applied, or two DeepSpeed blocks differ.
+    """
+    name = "config" if isinstance(source, Mapping) else str(source)
+    raw = deepcopy(dict(source)) if isinstance(source, Mapping) else load_json(source)
+    places = dict.fromkeys(flatten(raw), name)
+    if deepspeed_config is not None:
+        own = set(flatten(raw.get("native", {})))
+        raw = merge_native(raw, deepspeed_config, name)
+        added = set(flatten(raw["native"])) - own
+        places |= dict.fromkeys((f"native.{key}" for key in added), str(deepspeed_config))
+    _apply_overrides(raw, overrides, places)
+    config, errors, bad_keys = _validate(raw, places)
+    origins = dict.fromkeys(leaf_fields(), "default") | places
+    # A wrong key's default stands in for it here; what a rule finds about that default is not the user's fault.
+    errors += [e for e in check_config(config, origins) if not any(key in str(e) for key in bad_keys)]
+    return Loaded(config, origins, errors)
+
+
+def load_json(path: str | Path) -> dict[str, Any]:
+    """Reads a JSON object strictly: no repeated key, no NaN.
+
+    A number such as `5e8` is an integer, as in JSON Schema.
+
+    Raises:
+        ConfigError: No such file, or not a JSON object; with line and column.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: {error}", "a config is a readable JSON file", "give the path of one") from None
+    try:
+        raw = _parse_json(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(
+            f"{path}, line {error.lineno}, column {error.colno}: {error.msg}",
+            "a config is strict JSON: double quotes, no comments, no trailing comma",
+            f"mend line {error.lineno} of {path}",
+        ) from None
+    except _JsonFault as fault:
+        raise ConfigError(f"{path}: {fault}", fault.rule, fault.change) from None
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path} holds {_kind(raw)}", "a config is a JSON object", f"write {{...}} into {path}")
+    return raw
+
+
+class _JsonFault(ValueError):
+    """Text that Python's JSON reader would accept and we do not."""
+
+    def __init__(self, found: str, rule: str, change: str) -> None:
+        super().__init__(found)
+        self.rule, self.change = rule, change
+
+
+def _parse_json(text: str) -> Any:
+    return json.loads(
+        text, object_pairs_hook=_unique_keys, parse_constant=_refuse_constant, parse_float=_integer_if_exponent
+    )
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for key, item in pairs:
+        if key in result:
+            raise _JsonFault(f"{key} stands twice in one object", "a key is set once", f"remove one {key}")
+        result[key] = item
+    return result
+
+
+def _refuse_constant(text: str) -> float:
+    raise _JsonFault(f"{text} is not a number", "JSON knows finite numbers only", f"replace {text}")
+
+
+def _integer_if_exponent(text: str) -> int | float:
+    number = float(text)
+    return int(number) if "e" in text.lower() and number.is_integer() else number
+
+
+def merge_native(raw: Mapping[str, Any], path: str | Path, name: str = "config") -> dict[str, Any]:
+    """Puts the content of a DeepSpeed JSON under `native.deepspeed`.
+
+    Args:
+        raw: The run, not yet validated.
+        path: The DeepSpeed JSON.
+        name: What to call the run in an error.
+
+    Raises:
+        ConfigErrors: Both hold a key with different values.
+    """
+    merged = deepcopy(dict(raw))
+    block = merged.setdefault("native", {}).setdefault("deepspeed", {})
+    here, there = flatten(block), flatten(load_json(path))
+    errors = [
+        ConfigError(
+            f"{key} is {_json(there[key])} in {path} and {_json(here[key])} in native.deepspeed of {name}",
+            "a DeepSpeed key is said once, or the same twice",
+            f"remove {key} from {path} or native.deepspeed.{key} from {name}",
+        )
+        for key in there
+        if key in here and here[key] != there[key]
+    ]
+    if errors:
+        raise ConfigErrors(errors)
+    for key, item in there.items():
+        assign(block, key, item)
+    return merged
+
+
+def _apply_overrides(raw: dict[str, Any], overrides: Sequence[str], places: dict[str, str]) -> None:
+    """Applies `--set` to the raw config in place, and writes to `places` what each replaced."""
+    given: dict[str, Any] = {}
+    for text in overrides:
+        for key, item in _parse_override(text).items():
+            if key in given and given[key] != item:
+                raise ConfigError(
+                    f"--set {key}={_json(given[key])} and --set {key}={_json(item)}",
+                    "one key is set once on the command line",
+                    f"drop one --set {key}",
+                )
+            given[key] = item
+    for key, item in given.items():
+        said = f" ({places[key]} says {_json(_look_up(raw, key))})" if key in places else ""
+        for old in [place for place in places if place == key or place.startswith(f"{key}.")]:
+            del places[old]
+        if item is None:
+            _remove(raw, key.split("."))
+        else:
+            assign(raw, key, item)
+            places[key] = f"--set{said}"
+
+
+def _parse_override(text: str) -> dict[str, Any]:
+    key, equals, value = text.partition("=")
+    if not equals or not all(key.split(".")):
+        raise ConfigError(f"--set {text}", "an override reads key=value", "write for example --set optimizer.lr=1e-5")
+    try:
+        item = _parse_json(value)
+    except json.JSONDecodeError:
+        item = value
+    except _JsonFault as fault:
+        raise ConfigError(f"--set {text}: {fault}", fault.rule, fault.change) from None
+    return flatten({key: item})
+
+
+def _look_up(raw: Mapping[str, Any], key: str) -> Any:
+    node: Any = raw
+    for part in key.split("."):
+        node = node[part]
+    return node
+
+
+def _remove(raw: dict[str, Any], path: Sequence[str | int]) -> None:
+    node: Any = raw
+    for part in path[:-1]:
+        node = node.get(part, {})
+    node.pop(path[-1], None)
+
+
+def _validate(raw: dict[str, Any], places: Mapping[str, str]) -> tuple[RunConfig, list[ConfigError], set[str]]:
+    """The config less its wrong keys, the faults, and the keys they concern."""
+    try:
+        text = json.dumps(raw)
+    except TypeError as error:
+        raise ConfigError(f"config: {error}", "a config holds JSON values only", "pass plain values") from None
+    try:
+        return RunConfig.model_validate_json(text), [], set()
+    except ValidationError as error:
+        details = error.errors(include_url=False)
+    pruned, errors, bad_keys = deepcopy(raw), [], set()
+    for path, faults in groupby(details, key=lambda detail: _leaf_path(detail["loc"])):
+        key = ".".join(map(str, path))
+        first, *others = faults
+        if first["type"] == "extra_forbidden":
+            errors.append(ConfigError(f"{key} is no key{_in(key, places)}", "every key is known", suggestion(key)))
+            bad_keys.add(nearest(key) or key)
+        else:
+            errors.append(_wrong_value(key, first, [first, *others], places))
+            bad_keys.add(key)
+        _remove(pruned, path)
+    return RunConfig.model_validate_json(json.dumps(pruned)), errors, bad_keys
+
+
+def _leaf_path(loc: tuple[str | int, ...]) -> tuple[str | int, ...]:
+    """`loc` up to its leaf key: pydantic goes on into the members of unions and the items of lists."""
+    for end in range(1, len(loc)):
+        if ".".join(map(str, loc[:end])) in leaf_fields():
+            return loc[:end]
+    return loc
+
+
+def _wrong_value(
+    key: str, first: Mapping[str, Any], faults: Iterable[Mapping[str, Any]], places: Mapping[str, str]
+) -> ConfigError:
+    item = first["input"]
+    rules = dict.fromkeys(str(fault["msg"]).removeprefix("Input should be ") for fault in faults)
+    field = leaf_fields().get(key)
+    change = _right_spelling(first) or (
+        f"leave {key} out for its default ({_json(field.default)})"
+        if item is None and field
+        else f"mend {key}: {field.description}"
+        if field and field.description
+        else f"make {key} an object of its keys"
+    )
+    return ConfigError(
+        f"{key} is {_json(item)} ({_kind(item)}){_in(key, places)}", f"{key} must be {' or '.join(rules)}", change
+    )
+
+
+def _right_spelling(fault: Mapping[str, Any]) -> str | None:
+    item, wanted = fault["input"], _TYPE_OF_ERROR.get(fault["type"], ())
+    if fault["type"] == "string_type" and isinstance(item, bool | int | float):
+        return f'write "{_json(item)}", with quotes'
+    if not isinstance(item, str):
+        return None
+    if fault["type"] == "literal_error":
+        choices = str(fault["ctx"]["expected"]).replace(" or ", ", ").replace("'", "").split(", ")
+        close = get_close_matches(item.lower(), choices, n=1)
+        return f'did you mean "{close[0]}"?' if close else None
+    try:
+        meant = json.loads(item.lower())
+    except json.JSONDecodeError:
+        return None
+    return f"write {_json(meant)}, without quotes" if wanted and type(meant) in wanted else None
+
+
+def _in(key: str, places: Mapping[str, str]) -> str:
+    place = next((place for name, place in places.items() if name == key or name.startswith(f"{key}.")), "")
+    return f" in {place}" if place else ""
+
+
+def _json(item: Any) -> str:
+    return json.dumps(item)
+
+
+def _kind(item: Any) -> str:
+    kinds = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
+    return kinds.get(type(item), "null")

@@ -1,0 +1,167 @@
+"""The schema's leaf keys, their defaults and docs, and the nearest known key to a wrong one. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
+from functools import cache
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from ds_trainer.config.schema import RunConfig, Section
+from ds_trainer.errors import ConfigError
+
+FOREIGN_SPELLINGS = {
+    "accelerator": "parallel.engine",
+    "adam_beta1": "optimizer.betas",
+    "adam_beta2": "optimizer.betas",
+    "adam_epsilon": "optimizer.eps",
+    "attn_impl": "model.attn_implementation",
+    "base_model": "model.path",
+    "batch_size": "batch.micro_size",
+    "bf16": "precision.dtype",
+    "bfloat16": "precision.dtype",
+    "data_seed": "run.seed",
+    "data_types": "precision.grad_dtype",
+    "datasets": "data.train",
+    "ddp_bucket_cap_mb": "ddp.bucket_cap_mb",
+    "ddp_find_unused_parameters": "ddp.find_unused_parameters",
+    "deepspeed": "native.deepspeed",
+    "eval_dataset": "data.eval",
+    "eval_steps": "evaluation.every_steps",
+    "flash_attention": "model.attn_implementation",
+    "fp16": "precision.dtype",
+    "grad_accum": "batch.accumulation",
+    "gradient_accumulation_steps": "batch.accumulation",
+    "gradient_checkpointing_enable": "model.gradient_checkpointing",
+    "gradient_clipping": "optimizer.max_grad_norm",
+    "label_smoothing_factor": "loss.label_smoothing",
+    "learning_rate": "optimizer.lr",
+    "logging_steps": "logging.every_steps",
+    "lr_scheduler": "schedule.name",
+    "lr_scheduler_type": "schedule.name",
+    "max_seq_len": "data.max_length",
+    "max_seq_length": "data.max_length",
+    "micro_batch": "batch.micro_size",
+    "micro_batch_size": "batch.micro_size",
+    "mixed_precision": "precision.dtype",
+    "model_max_length": "data.max_length",
+    "model_name_or_path": "model.path",
+    "num_epochs": "run.epochs",
+    "num_train_epochs": "run.epochs",
+    "optim": "optimizer.name",
+    "per_device_eval_batch_size": "evaluation.batch_size",
+    "per_device_train_batch_size": "batch.micro_size",
+    "report_to": "logging",
+    "scheduler": "schedule",
+    "sequence_len": "data.max_length",
+    "stage3_gather_16bit_weights_on_model_save": "checkpoint.export",
+    "tokenizer_name": "model.tokenizer",
+    "torch_dtype": "precision.dtype",
+    "train_batch_size": "batch.global_size",
+    "train_dataset": "data.train",
+    "train_file": "data.train",
+    "train_micro_batch_size_per_gpu": "batch.micro_size",
+    "validation_file": "data.eval",
+    "zero_optimization": "zero",
+    "zero_stage": "zero.stage",
+}
+"""Keys of transformers, DeepSpeed, axolotl and others by their last part -> the key that means it here."""
+
+
+def _walk(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    for name, field in model.model_fields.items():
+        key = f"{prefix}{field.alias or name}"
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+            yield from _walk(field.annotation, f"{key}.")
+        else:
+            yield key, field
+
+
+@cache
+def leaf_fields() -> Mapping[str, FieldInfo]:
+    """Dotted leaf key -> its field, in the order of the schema."""
+    return dict(_walk(RunConfig))
+
+
+@cache
+def sections() -> tuple[str, ...]:
+    """Dotted names of every section, outer ones first."""
+    parts = (key.split(".")[:-1] for key in leaf_fields())
+    return tuple(dict.fromkeys(".".join(p[: n + 1]) for p in parts for n in range(len(p))))
+
+
+def default(key: str) -> Any:
+    """Default of a leaf key."""
+    return leaf_fields()[key].default
+
+
+def value(config: RunConfig, key: str) -> Any:
+    """Value of a leaf key."""
+    node: Any = config
+    for part in key.split("."):
+        node = node.schema_ if part == "$schema" else getattr(node, part)
+    return node
+
+
+def leaf_values(config: RunConfig) -> dict[str, Any]:
+    """Dotted leaf key -> value, in the order of the schema."""
+    return {key: value(config, key) for key in leaf_fields()}
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested mapping -> dotted keys; an empty mapping is a value of its own."""
+    flat: dict[str, Any] = {}
+    for name, node in tree.items():
+        if isinstance(node, Mapping) and node:
+            flat |= flatten(node, f"{prefix}{name}.")
+        else:
+            flat[f"{prefix}{name}"] = node
+    return flat
+
+
+def assign(tree: dict[str, Any], key: str, item: Any) -> None:
+    """Sets a dotted key in a nested mapping.
+
+    Raises:
+        ConfigError: A part of the path holds a value instead of a section.
+    """
+    *path, last = key.split(".")
+    node = tree
+    for part in path:
+        node = node.setdefault(part, {})
+        if not isinstance(node, dict):
+            raise ConfigError(
+                f"{key} is to be set, but {part} is {json.dumps(node)}",
+                "a section is an object",
+                f"make {part} an object",
+            )
+    node[last] = item
+
+
+def nearest(key: str) -> str | None:
+    """The known key that an unknown dotted key most likely stands for."""
+    last = key.rpartition(".")[2]
+    known = [*leaf_fields(), *sections()]
+    by_last_part = {name.rpartition(".")[2]: name for name in reversed(known)}
+    if last in FOREIGN_SPELLINGS:
+        return FOREIGN_SPELLINGS[last]
+    if close := get_close_matches(key, known, n=1, cutoff=0.8):
+        return close[0]
+    if close := get_close_matches(last, [*by_last_part, *FOREIGN_SPELLINGS], n=1, cutoff=0.8):
+        return by_last_part.get(close[0]) or FOREIGN_SPELLINGS[close[0]]
+    return None
+
+
+def suggestion(key: str) -> str:
+    """What to do about an unknown dotted key: the key that was meant, or where the keys are listed."""
+    meant = nearest(key)
+    if meant is None:
+        return f"remove {key}; `ds-trainer config schema` lists every key"
+    if meant == key:
+        return f"nest it: {key} is written as sections inside one another, without dots"
+    last = key.rpartition(".")[2]
+    return f"{last} is called {meant} here" if last in FOREIGN_SPELLINGS else f"did you mean {meant}?"

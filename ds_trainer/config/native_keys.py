@@ -1,0 +1,200 @@
+"""Which keys DeepSpeed reads, which of them mean something here, and what is said about the others. Pure.
+
+The lists were recorded on DeepSpeed 0.19.8; a test records them again on the installed version.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
+from typing import Any
+
+from ds_trainer.config.keys import flatten, leaf_fields
+from ds_trainer.errors import ConfigError
+
+TOP_LEVEL = frozenset(
+    """activation_checkpointing aio autotuning bf16 bfloat16 checkpoint comet comms_logger communication_data_type
+    compile csv_monitor data_efficiency data_types dataloader_drop_last datastates_ckpt disable_allgather
+    disable_python_gc dump_state expert_parallel flops_profiler fp16 gradient_accumulation_steps gradient_allreduce_op
+    gradient_clipping gradient_predivide_factor hybrid_engine log_level managed_gradient_accumulation memory_breakdown
+    optimizer pipeline prescale_gradients scheduler seq_parallel_communication_data_type steps_per_print
+    tensor_parallel tensorboard timers torch_autocast train_batch_size train_micro_batch_size_per_gpu
+    use_data_before_expert_parallelism vocabulary_size wall_clock_breakdown wandb weight_quantization
+    zero_allow_untested_optimizer zero_force_ds_cpu_optimizer zero_optimization""".split()
+)
+"""Top-level keys that DeepSpeed reads."""
+
+SECTIONS = {
+    "zero_optimization": frozenset(
+        """stage contiguous_gradients reduce_scatter reduce_bucket_size use_multi_rank_bucket_allreduce
+        allgather_partitions allgather_bucket_size overlap_comm compute_grad_norm load_from_fp32_weights
+        elastic_checkpoint offload_param offload_optimizer zenflow sub_group_size cpu_offload_param
+        cpu_offload_use_pin_memory cpu_offload prefetch_bucket_size stage3_prefetch_bucket_size
+        param_persistence_threshold stage3_param_persistence_threshold model_persistence_threshold
+        stage3_model_persistence_threshold max_live_parameters stage3_max_live_parameters max_reuse_distance
+        stage3_max_reuse_distance gather_16bit_weights_on_model_save stage3_gather_16bit_weights_on_model_save
+        module_granularity_threshold stage3_module_granularity_threshold use_all_reduce_for_fetch_params
+        stage3_use_all_reduce_for_fetch_params allgather_sequential stage3_allgather_sequential
+        stage3_gather_fp16_weights_on_model_save ignore_unused_parameters legacy_stage1 round_robin_gradients
+        parameter_alignment zero_hpz_partition_size zero_quantized_weights zero_quantized_nontrainable_weights
+        zero_quantized_gradients memory_efficient_linear pipeline_loading_checkpoint override_module_apply
+        log_trace_cache_warnings enable_sanity_checks save_muon_momentum_buffer_in_memory leaf_module""".split()
+    ),
+    "zero_optimization.offload_optimizer": frozenset(
+        """device nvme_path buffer_count pin_memory pipeline_read pipeline_write fast_init ratio super_offload
+        cpuadam_cores_perc""".split()
+    ),
+    "zero_optimization.offload_param": frozenset(
+        "device nvme_path buffer_count buffer_size max_in_cpu pin_memory".split()
+    ),
+    "bf16": frozenset(
+        "enabled immediate_grad_update check_grad_overflow bf16_master_weights_and_grads bf16_optimizer_states".split()
+    ),
+    "fp16": frozenset(
+        """enabled auto_cast loss_scale initial_scale_power loss_scale_window hysteresis consecutive_hysteresis
+        min_loss_scale fp16_master_weights_and_grads""".split()
+    ),
+    "aio": frozenset("block_size queue_depth intra_op_parallelism single_submit overlap_events use_gds".split()),
+    "data_types": frozenset("grad_accum_dtype param_dtype buffer_dtype keep_in_fp32_modules".split()),
+    "torch_autocast": frozenset("enabled dtype lower_precision_safe_modules".split()),
+}
+"""Section -> keys that DeepSpeed reads in it."""
+
+_OWN_LOADER = "ds_trainer's own loader feeds the run"
+_OWN_CHECKPOINTS = "ds_trainer writes its own checkpoints"
+_LAYOUT = "ds_trainer lays out the ranks itself"
+
+REFUSED = {
+    "optimizer": ("ds_trainer builds the optimizer", "set optimizer.name, optimizer.lr and their like"),
+    "scheduler": ("ds_trainer sets the learning rate", "set schedule.name, schedule.warmup_steps and their like"),
+    "activation_checkpointing": (
+        "DeepSpeed reads it for models that call its own checkpoint function; Hugging Face models do not",
+        "set model.gradient_checkpointing",
+    ),
+    "bfloat16": ("it is the old name of bf16", "set precision.dtype"),
+    "dataloader_drop_last": (_OWN_LOADER, "remove it; the last window of an epoch may be short"),
+    "data_efficiency": (_OWN_LOADER, "remove it"),
+    "checkpoint": (_OWN_CHECKPOINTS, "remove it"),
+    "datastates_ckpt": (_OWN_CHECKPOINTS, "remove it"),
+    "pipeline": (_LAYOUT, "remove it"),
+    "tensor_parallel": (_LAYOUT, "remove it"),
+    "expert_parallel": (_LAYOUT, "remove it"),
+    "use_data_before_expert_parallelism": (_LAYOUT, "remove it"),
+    "autotuning": ("it belongs to the `deepspeed --autotuning` launcher", "remove it"),
+    "hybrid_engine": ("it belongs to DeepSpeed-Chat", "remove it"),
+    "compile": ("it acts when engine.compile() is called, which ds_trainer does not do", "remove it"),
+    "weight_quantization": ("it belongs to inference", "remove it"),
+    "managed_gradient_accumulation": ("ds_trainer marks the micro-batches itself", "remove it"),
+    "gradient_allreduce_op": ("the loss is divided by the step's label tokens, on an average over ranks", "remove it"),
+    "zero_optimization.stage3_gather_16bit_weights_on_model_save": (
+        "it is for DeepSpeed's save_16bit_model; ds_trainer's export always writes whole weights",
+        "remove it; checkpoint.export and checkpoint.export_dtype govern what is written",
+    ),
+    "zero_optimization.cpu_offload": ("it is deprecated", "set zero.offload_optimizer.device"),
+    "zero_optimization.cpu_offload_param": ("it is deprecated", "set zero.offload_param.device"),
+    "zero_optimization.cpu_offload_use_pin_memory": ("it is deprecated", "set zero.offload_optimizer.pin_memory"),
+}
+"""Native key -> why it is refused, and what to do instead."""
+for _name in ("gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save"):
+    REFUSED[f"zero_optimization.{_name}"] = REFUSED["zero_optimization.stage3_gather_16bit_weights_on_model_save"]
+
+
+def unified_keys() -> dict[str, str]:
+    """Native dotted key -> the unified key that stands for it."""
+    table = {
+        "train_batch_size": "batch.global_size",
+        "train_micro_batch_size_per_gpu": "batch.micro_size",
+        "gradient_accumulation_steps": "batch.accumulation",
+        "gradient_clipping": "optimizer.max_grad_norm",
+        "communication_data_type": "precision.communication_data_type",
+        "data_types.grad_accum_dtype": "precision.grad_dtype",
+        "bf16.enabled": "precision.dtype",
+        "fp16.enabled": "precision.dtype",
+        "torch_autocast.enabled": "precision.dtype",
+        "torch_autocast.dtype": "precision.dtype",
+    }
+    for key in leaf_fields():
+        section, _, name = key.rpartition(".")
+        if section == "zero.aio":
+            table[f"aio.{name}"] = key
+        elif section == "precision.loss_scale":
+            table[f"fp16.{name}"] = key
+        elif key.startswith("zero."):
+            native = key.replace("zero.", "zero_optimization.", 1)
+            table[native] = table[native.replace("stage3_", "", 1)] = key
+    return table
+
+
+def check_native(native: Mapping[str, Any]) -> Iterator[ConfigError]:
+    """Faults of a DeepSpeed block that show by itself: keys DeepSpeed never reads, or that have no say here."""
+    flat = flatten(native)
+    prefixes = {".".join(key.split(".")[:end]) for key in flat for end in range(1, len(key.split(".")) + 1)}
+    for key in sorted(prefixes):
+        section, _, name = key.rpartition(".")
+        if key in REFUSED:
+            why, change = REFUSED[key]
+            yield ConfigError(f"native.deepspeed.{key} is set", why, change)
+        elif section in ("", *SECTIONS) and name not in (SECTIONS[section] if section else TOP_LEVEL):
+            yield ConfigError(
+                f"native.deepspeed.{key} is no key of DeepSpeed{f' in {section}' if section else ' at the top level'}",
+                "DeepSpeed would not read it, or stop at it",
+                _nearest_native(key),
+            )
+        elif key in SECTIONS and key in flat and flat[key] != {}:
+            yield ConfigError(
+                f"native.deepspeed.{key} is {json.dumps(flat[key])}", f"{key} is an object", f"write {key} as an object"
+            )
+    for key, item in flat.items():
+        if item == "auto":
+            meant = unified_keys().get(key)
+            yield ConfigError(
+                f'native.deepspeed.{key} is "auto"',
+                "ds_trainer derives what is left out; no value is spelt auto",
+                f"remove it{f'; it follows {meant}' if meant else ''}",
+            )
+
+
+def _nearest_native(key: str) -> str:
+    name = key.rpartition(".")[2]
+    for section, names in SECTIONS.items():
+        if name in names:
+            if refused := REFUSED.get(f"{section}.{name}"):
+                return refused[1]
+            meant = unified_keys().get(f"{section}.{name}")
+            return f"it belongs inside {section}{f'; set {meant}' if meant else ''}"
+    paths = [*TOP_LEVEL, *(f"{section}.{name}" for section, names in SECTIONS.items() for name in names)]
+    close = get_close_matches(key, paths, n=1) or get_close_matches(name, TOP_LEVEL, n=1)
+    return f"did you mean {close[0]}?" if close else "remove it"
+
+
+class ReadRecorder(dict):
+    """A DeepSpeed config that records which top-level keys are read, across shallow copies of itself.
+
+    DeepSpeed reads with `get`, `[]`, `in` and `in config.keys()`.
+    """
+
+    def __init__(self, native: Mapping[str, Any]) -> None:
+        super().__init__(native)
+        self.reads: set[str] = set()
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """As in a dict."""
+        self.reads.add(key)
+        return super().get(key, default)
+
+    def __getitem__(self, key: str) -> Any:
+        self.reads.add(key)
+        return super().__getitem__(key)
+
+    def __contains__(self, key: object) -> bool:
+        self.reads.add(str(key))
+        return super().__contains__(key)
+
+    def keys(self) -> Any:
+        """Itself, so that `key in config.keys()` is recorded too."""
+        return self
+
+    def unread(self) -> list[str]:
+        """Keys that are set and that nobody read."""
+        return sorted(set(self) - self.reads)

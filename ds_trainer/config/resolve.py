@@ -1,0 +1,157 @@
+"""Fills in every value that a config leaves open, each with its reason. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from ds_trainer.config.batch import solve_batch
+from ds_trainer.config.keys import leaf_values
+from ds_trainer.config.resolved import Machine, ResolvedConfig
+from ds_trainer.config.rules import check_machine, no_effect_warnings
+from ds_trainer.config.schema import RunConfig
+from ds_trainer.config.to_deepspeed import to_deepspeed
+from ds_trainer.config.zero_resolve import ModelSize, derive_zero
+from ds_trainer.config.zero_rules import no_effect_of_zero
+from ds_trainer.errors import ConfigError, ConfigErrors
+from ds_trainer.models.spec import ModelSpec
+
+Implementation = Literal["torch", "torch_fused", "deepspeed_cpu"]
+
+
+def resolve(
+    config: RunConfig,
+    origins: Mapping[str, str],
+    machine: Machine,
+    spec: ModelSpec | None = None,
+    num_parameters: int | None = None,
+    largest_parameter: int | None = None,
+) -> ResolvedConfig:
+    """Derives every open value of a run for one machine and model.
+
+    Args:
+        config: The run.
+        origins: Dotted key -> the place that set it, as `load_config` returns it.
+        machine: Ranks and device.
+        spec: The checkpoint; None where it is not known.
+        num_parameters: Elements of the model; None: the spec's.
+        largest_parameter: Elements of its largest parameter; None: the spec's.
+
+    Raises:
+        ConfigErrors: The batch numbers contradict, the machine lacks something, or `native.deepspeed` contradicts.
+    """
+    size = ModelSize(
+        num_parameters or (spec.num_parameters if spec else 0) or None,
+        largest_parameter or (spec.largest_parameter if spec else 0) or None,
+        spec.hidden_size if spec else None,
+    )
+    data_ranks = machine.world
+    errors = check_machine(config, origins, machine)
+    derived = _precision(config, machine) | _lengths(config, machine)
+    try:
+        batch = solve_batch(config.batch, data_ranks)
+    except ConfigError as error:
+        errors.append(error)
+    else:
+        derived |= {f"batch.{name}": (getattr(batch, name), reason) for name, reason in batch.reasons.items()}
+        if config.evaluation.batch_size is None:
+            derived["evaluation.batch_size"] = (batch.micro_size, "batch.micro_size")
+    if config.parallel.engine == "deepspeed":
+        derived |= derive_zero(config.zero, origins, machine, size)
+    elif config.parallel.engine == "ddp" and config.ddp.find_unused_parameters is None:
+        derived["ddp.find_unused_parameters"] = (False, "every parameter of a causal LM takes part in the loss")
+    if errors:
+        raise ConfigErrors(errors)
+    complete = _with_values(config, {key: item for key, (item, _) in derived.items()})
+    reasons = {key: origins.get(key, "default") for key in leaf_values(config)}
+    reasons |= {key: reason for key, (_, reason) in derived.items()} | _open_reasons(config)
+    resolved = ResolvedConfig(
+        config=complete,
+        machine=machine,
+        data_ranks=data_ranks,
+        optimizer_implementation=_implementation(complete, machine),
+        reasons=reasons,
+        warnings=tuple(_warnings(complete, origins, machine)),
+    )
+    if config.native.deepspeed:
+        to_deepspeed(resolved)  # raises where the native block contradicts
+    return resolved
+
+
+def _precision(config: RunConfig, machine: Machine) -> dict[str, tuple[Any, str]]:
+    precision, derived = config.precision, {}
+    dtype = precision.dtype
+    if dtype is None:
+        dtype = "bf16" if "bf16" in machine.native_dtypes else "fp32"
+        derived["precision.dtype"] = (dtype, machine.reason or f"what {machine.device} computes natively")
+    grad_dtype = precision.grad_dtype
+    if grad_dtype is None:
+        grad_dtype, reason = "fp32", "no bit of a micro-batch's gradient is lost"
+        if dtype == "fp16" and config.parallel.engine == "deepspeed" and config.zero.stage == 0:
+            grad_dtype, reason = "fp16", "DeepSpeed's fp16 at stage 0 accumulates in fp16"
+        derived["precision.grad_dtype"] = (grad_dtype, reason)
+    if precision.communication_data_type is None:
+        hook = config.ddp.comm_hook
+        if config.parallel.engine == "ddp" and hook in ("bf16", "fp16"):
+            derived["precision.communication_data_type"] = (hook, "ddp.comm_hook")
+        else:
+            derived["precision.communication_data_type"] = (grad_dtype, "precision.grad_dtype")
+    return derived
+
+
+def _lengths(config: RunConfig, machine: Machine) -> dict[str, tuple[Any, str]]:
+    derived: dict[str, tuple[Any, str]] = {}
+    if config.run.device is None:
+        derived["run.device"] = (machine.device, "the device of this machine")
+    if config.run.epochs is None and config.run.max_steps is None:
+        derived["run.epochs"] = (1, "one pass where nothing else bounds the run")
+    if config.schedule.warmup_steps is None and config.schedule.warmup_ratio is None:
+        derived["schedule.warmup_steps"] = (0, "no warm-up was asked for")
+    return derived
+
+
+def _open_reasons(config: RunConfig) -> dict[str, str]:
+    """Why a value stays open: it is known only once data or weights are read, or another key decides."""
+    open_keys = {
+        "model.tokenizer": (config.model.tokenizer, "the checkpoint's own"),
+        "model.attn_implementation": (config.model.attn_implementation, "transformers chooses"),
+        "data.max_length": (config.data.max_length, "the model's positions and the tokenizer's limit, at load"),
+        "data.cache_dir": (config.data.cache_dir, "ds_trainer/ below the Hugging Face cache"),
+        "checkpoint.export_dtype": (config.checkpoint.export_dtype, "the checkpoint's own, at load"),
+    }
+    reasons = {key: reason for key, (item, reason) in open_keys.items() if item is None}
+    if config.run.max_steps is not None and config.run.epochs is None:
+        reasons["run.epochs"] = "as many as run.max_steps needs"
+    if config.schedule.warmup_steps is None and config.schedule.warmup_ratio is not None:
+        reasons["schedule.warmup_steps"] = "schedule.warmup_ratio of all steps, rounded up, once the data is read"
+    return reasons
+
+
+def _implementation(config: RunConfig, machine: Machine) -> Implementation:
+    name = config.optimizer.name
+    offloaded = config.parallel.engine == "deepspeed" and config.zero.offload_optimizer.device != "none"
+    if offloaded:
+        return "deepspeed_cpu" if name in ("adamw", "adam", "lion") else "torch"
+    return "torch_fused" if machine.device == "cuda" and name in ("adamw", "adam", "sgd") else "torch"
+
+
+def _warnings(config: RunConfig, origins: Mapping[str, str], machine: Machine) -> list[str]:
+    found = no_effect_warnings(config, origins)
+    if config.parallel.engine == "deepspeed":
+        found += no_effect_of_zero(config, origins, machine)
+    dtype = config.precision.dtype
+    if dtype not in machine.native_dtypes:
+        found.append(f"precision.dtype {dtype} is slow here: {machine.reason or machine.device}; fp32 is faster")
+    return found
+
+
+def _with_values(section: Any, values: Mapping[str, Any]) -> Any:
+    """A copy of a section with dotted keys replaced."""
+    update = {key: item for key, item in values.items() if "." not in key}
+    nested: dict[str, dict[str, Any]] = {}
+    for key, item in values.items():
+        name, dot, rest = key.partition(".")
+        if dot:
+            nested.setdefault(name, {})[rest] = item
+    update |= {name: _with_values(getattr(section, name), part) for name, part in nested.items()}
+    return section.model_copy(update=update)

@@ -1,0 +1,208 @@
+"""Checks across keys: combinations that an engine lacks, would silently change, or would ignore. Pure.
+
+Each rule yields one error per fault; all rules run, and their errors are reported together.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+
+from ds_trainer.config.asked import Asked
+from ds_trainer.config.coverage import coverage, covered_engines
+from ds_trainer.config.keys import leaf_fields, value
+from ds_trainer.config.native_keys import check_native
+from ds_trainer.config.resolved import Machine
+from ds_trainer.config.schema import RunConfig
+from ds_trainer.config.zero_rules import check_zero, check_zero_machine
+from ds_trainer.errors import ConfigError
+
+
+def check_config(config: RunConfig, origins: Mapping[str, str]) -> list[ConfigError]:
+    """Every fault that shows without knowing machine and model."""
+    asked = Asked(config, origins)
+    return [error for rule in _RULES for error in rule(config, asked)]
+
+
+def check_machine(config: RunConfig, origins: Mapping[str, str], machine: Machine) -> list[ConfigError]:
+    """Every fault that shows once the kind of device and the number of ranks are known."""
+    asked = Asked(config, origins)
+    return [error for rule in _MACHINE_RULES for error in rule(config, asked, machine)]
+
+
+def no_effect_warnings(config: RunConfig, origins: Mapping[str, str]) -> list[str]:
+    """One line for every key that was set and that the engine cannot act on."""
+    engine, asked = config.parallel.engine, Asked(config, origins)
+    if engine not in covered_engines():
+        return []
+    found = {key: coverage(key, engine) for key in leaf_fields() if asked(key)}
+    return [f"{key} has no effect: {entry.note}" for key, entry in found.items() if entry.status == "no_effect"]
+
+
+def _refused_by_engine(config: RunConfig, asked: Asked) -> Iterator[ConfigError]:
+    engine = config.parallel.engine
+    if engine not in covered_engines():
+        return
+    for key in leaf_fields():
+        entry = coverage(key, engine)
+        given = asked(key) or any(asked.origin(f"{key}.{name}") != "default" for name in _native_leaves(config, key))
+        if entry.status == "refused" and given and value(config, key) not in entry.already:
+            yield ConfigError(
+                f"{asked.says(key)} with parallel.engine {engine!r}",
+                entry.note,
+                f"remove {key} or change parallel.engine",
+            )
+
+
+def _native_leaves(config: RunConfig, key: str) -> list[str]:
+    return list(config.native.deepspeed) if key == "native.deepspeed" else []
+
+
+def _zero(config: RunConfig, asked: Asked) -> Iterator[ConfigError]:
+    if config.parallel.engine == "deepspeed":
+        yield from check_zero(config, asked)
+
+
+def _zero_plus_plus(config: RunConfig, asked: Asked, machine: Machine) -> Iterator[ConfigError]:
+    if config.parallel.engine == "deepspeed":
+        yield from check_zero_machine(config, asked, machine)
+
+
+def _precision(config: RunConfig, asked: Asked) -> Iterator[ConfigError]:
+    dtype, grad_dtype = config.precision.dtype, config.precision.grad_dtype
+    on_deepspeed, stage = config.parallel.engine == "deepspeed", config.zero.stage
+    if grad_dtype not in (None, "fp32", dtype):
+        yield ConfigError(
+            f"{asked.says('precision.grad_dtype')} and {asked.says('precision.dtype')}",
+            "gradients are accumulated in fp32 or in the format of the backward pass",
+            "set precision.grad_dtype to fp32, or precision.dtype to the same format",
+        )
+    elif on_deepspeed and stage == 0 and dtype == "bf16" and grad_dtype == "bf16":
+        yield ConfigError(
+            f"{asked.says('precision.grad_dtype')} and {asked.says('zero.stage')}",
+            "at stage 0 bf16 runs through torch.autocast over fp32 parameters, whose gradients are fp32",
+            "set precision.grad_dtype to fp32 or zero.stage to 1",
+        )
+    elif on_deepspeed and stage == 0 and dtype == "fp16" and grad_dtype == "fp32":
+        yield ConfigError(
+            f"{asked.says('precision.grad_dtype')}, {asked.says('precision.dtype')} and {asked.says('zero.stage')}",
+            "DeepSpeed's fp16 at stage 0 accumulates gradients in fp16",
+            "set precision.grad_dtype to fp16, zero.stage to 1, or precision.dtype to bf16",
+        )
+    for name in type(config.precision.loss_scale).model_fields:
+        key = f"precision.loss_scale.{name}"
+        if dtype != "fp16" and asked(key):
+            yield ConfigError(
+                f"{asked.says(key)} and {asked.says('precision.dtype')}",
+                "the loss is scaled with fp16 only",
+                "remove precision.loss_scale or set precision.dtype to fp16",
+            )
+
+
+def _optimizer(config: RunConfig, asked: Asked) -> Iterator[ConfigError]:
+    name = config.optimizer.name
+    if name == "adafactor" and config.parallel.engine == "deepspeed":
+        yield ConfigError(
+            f"{asked.says('optimizer.name')} and {asked.says('parallel.engine')}",
+            "adafactor looks at whole matrices, and ZeRO cuts them",
+            "set parallel.engine to ddp or optimizer.name to adamw",
+        )
+    users = {"betas": ("adamw", "adam", "lion"), "eps": ("adamw", "adam"), "momentum": ("sgd",)}
+    for part, names in users.items():
+        if name not in names and asked(f"optimizer.{part}"):
+            yield ConfigError(
+                f"{asked.says(f'optimizer.{part}')} and {asked.says('optimizer.name')}",
+                f"optimizer.{part} is used by {', '.join(names)} only",
+                f"remove optimizer.{part} or set optimizer.name to {names[0]}",
+            )
+    if not all(0.0 <= beta < 1.0 for beta in config.optimizer.betas):
+        yield ConfigError(
+            asked.says("optimizer.betas"), "each beta is at least 0 and below 1", "set optimizer.betas to [0.9, 0.999]"
+        )
+
+
+def _schedule(config: RunConfig, asked: Asked) -> Iterator[ConfigError]:
+    schedule, max_steps = config.schedule, config.run.max_steps
+    if schedule.warmup_steps is not None and schedule.warmup_ratio is not None:
+        yield ConfigError(
+            f"{asked.says('schedule.warmup_steps')} and {asked.says('schedule.warmup_ratio')}",
+            "the warm-up has one length",
+            "remove one of the two",
+        )
+    if max_steps is not None and (schedule.warmup_steps or 0) > max_steps:
+        yield ConfigError(
+            f"{asked.says('schedule.warmup_steps')} and {asked.says('run.max_steps')}",
+            "the warm-up ends before the run does",
+            f"set schedule.warmup_steps to {max_steps} or less",
+        )
+    if schedule.name == "wsd" and (schedule.warmup_ratio or 0.0) + schedule.decay_ratio > 1.0:
+        yield ConfigError(
+            f"{asked.says('schedule.warmup_ratio')} and {asked.says('schedule.decay_ratio')}",
+            "warm-up and decay together are at most the whole run",
+            f"set schedule.decay_ratio to {1.0 - (schedule.warmup_ratio or 0.0):g} or less",
+        )
+    users = {"decay_ratio": ("wsd",), "min_lr_ratio": ("linear", "cosine", "wsd")}
+    for part, names in users.items():
+        if schedule.name not in names and asked(f"schedule.{part}"):
+            yield ConfigError(
+                f"{asked.says(f'schedule.{part}')} and {asked.says('schedule.name')}",
+                f"schedule.{part} is used by {', '.join(names)} only",
+                f"remove schedule.{part} or set schedule.name to {names[0]}",
+            )
+
+
+def _embeddings(config: RunConfig, asked: Asked) -> Iterator[ConfigError]:
+    if config.model.pad_embeddings_to_multiple_of is not None and not config.model.resize_embeddings:
+        yield ConfigError(
+            f"{asked.says('model.pad_embeddings_to_multiple_of')} and {asked.says('model.resize_embeddings')}",
+            "embeddings are padded when they are resized",
+            "set model.resize_embeddings to true",
+        )
+
+
+def _power_sgd(config: RunConfig, asked: Asked) -> Iterator[ConfigError]:
+    if config.parallel.engine == "ddp" and config.ddp.comm_hook != "powersgd" and asked("ddp.powersgd_rank"):
+        yield ConfigError(
+            f"{asked.says('ddp.powersgd_rank')} and {asked.says('ddp.comm_hook')}",
+            "the rank is used by powersgd only",
+            'remove ddp.powersgd_rank or set ddp.comm_hook to "powersgd"',
+        )
+
+
+def _shard_size(config: RunConfig, asked: Asked) -> Iterator[ConfigError]:
+    if not re.fullmatch(r"0*[1-9]\d*([KMGT]B)?", config.checkpoint.max_shard_size):
+        yield ConfigError(
+            asked.says("checkpoint.max_shard_size"),
+            "a size is a whole number and KB, MB, GB or TB",
+            'write for example "5GB"',
+        )
+
+
+def _native(config: RunConfig, asked: Asked) -> Iterator[ConfigError]:
+    yield from check_native(config.native.deepspeed)
+
+
+def _fp16_device(config: RunConfig, asked: Asked, machine: Machine) -> Iterator[ConfigError]:
+    if config.precision.dtype == "fp16" and machine.device == "cpu":
+        yield ConfigError(
+            f"{asked.says('precision.dtype')} on cpu",
+            "fp16 needs a device that computes in it; a CPU does not, and DeepSpeed refuses it there",
+            "set precision.dtype to bf16 or fp32",
+        )
+
+
+_RULES: tuple[Callable[[RunConfig, Asked], Iterator[ConfigError]], ...] = (
+    _refused_by_engine,
+    _zero,
+    _precision,
+    _optimizer,
+    _schedule,
+    _embeddings,
+    _power_sgd,
+    _shard_size,
+    _native,
+)
+_MACHINE_RULES: tuple[Callable[[RunConfig, Asked, Machine], Iterator[ConfigError]], ...] = (
+    _fp16_device,
+    _zero_plus_plus,
+)

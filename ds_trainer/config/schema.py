@@ -1,0 +1,367 @@
+"""The sections of a run's JSON. `None` means: derived at resolve time, with its reason.
+
+Keys inside `zero` and `ddp` carry the names of DeepSpeed and of `DistributedDataParallel`, so that habits carry over.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+PositiveInt = Annotated[int, Field(gt=0)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+Paths = str | tuple[str, ...]
+
+
+class Section(BaseModel):
+    """A frozen section that knows only its own keys and does not turn "8" into 8."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+
+class ModelConfig(Section):
+    """Which checkpoint is trained, and how its modules run."""
+
+    path: str | None = None
+    """Folder of a Hugging Face checkpoint, or a hub id; may be left out only when `Trainer(model=instance)` is used."""
+    revision: str | None = None
+    """Branch, tag or commit of a hub id."""
+    tokenizer: str | None = None
+    """Folder or hub id of the tokenizer; None: the checkpoint's own."""
+    auto_class: str = "AutoModelForCausalLM"
+    """Transformers auto class that builds the model."""
+    attn_implementation: str | None = None
+    """Attention kernel by its transformers name (`eager`, `sdpa`, `flash_attention_2`); None: transformers' choice."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass instead of keeping them."""
+    resize_embeddings: bool = False
+    """Grow the embeddings to the tokenizer's length when the tokenizer has more tokens."""
+    pad_embeddings_to_multiple_of: PositiveInt | None = None
+    """With `resize_embeddings`: round the number of rows up to a multiple of this."""
+    allow_pickle: bool = False
+    """Read `pytorch_model.bin` (pickled) weights when a checkpoint has no safetensors."""
+    trust_remote_code: bool = False
+    """Run the Python code that a checkpoint ships."""
+
+
+class DataConfig(Section):
+    """Where samples come from and how they become tokens."""
+
+    train: Paths | None = None
+    """Training files (json, jsonl, parquet); may be left out only when `Trainer(train_dataset=...)` is used."""
+    eval: Paths | None = None
+    """Evaluation files."""
+    max_length: PositiveInt | None = None
+    """Longest sample in tokens; None: what the model's positions and the tokenizer allow."""
+    on_too_long: Literal["truncate", "drop", "error"] = "truncate"
+    """What happens to a sample longer than `max_length`."""
+    max_affected_fraction: Fraction = 0.5
+    """Largest share of samples that may be truncated, dropped or left without a supervised token."""
+    chat_template: str | None = None
+    """File with a Jinja chat template, used instead of the tokenizer's."""
+    cache_dir: str | None = None
+    """Folder of the tokenised data; None: `ds_trainer/` below the Hugging Face cache."""
+    shuffle: bool = True
+    """Draw a new permutation of the samples each epoch, from `run.seed`."""
+    preview_samples: NonNegativeInt = 2
+    """Samples whose supervised text is printed at the start."""
+
+
+class ParallelConfig(Section):
+    """Which engine runs the step."""
+
+    engine: str = "deepspeed"
+    """Engine plug-in: `deepspeed`, `ddp`, or one registered under the entry-point group `ds_trainer.engines`."""
+
+
+class OffloadOptimizerConfig(Section):
+    """Where DeepSpeed keeps fp32 masters and optimizer states; names as in DeepSpeed."""
+
+    device: Literal["none", "cpu", "nvme"] = "none"
+    """`cpu` from stage 1, `nvme` from stage 3."""
+    nvme_path: str | None = None
+    """Folder on the NVMe drive; each run and rank uses a sub-folder of its own, removed at the end."""
+    pin_memory: bool | None = None
+    """Page-locked host buffers; None: on with a GPU."""
+    buffer_count: PositiveInt = 4
+    """Buffers that swap optimizer states (nvme)."""
+    pipeline_read: bool = False
+    """Read the next sub-group while this one is updated (nvme)."""
+    pipeline_write: bool = False
+    """Write the last sub-group while this one is updated (nvme)."""
+    ratio: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    """Share of the optimizer's work done on the host (stage 3, cpu)."""
+
+
+class OffloadParamConfig(Section):
+    """Where DeepSpeed keeps the parameters of ZeRO stage 3; names as in DeepSpeed."""
+
+    device: Literal["none", "cpu", "nvme"] = "none"
+    """Stage 3 only."""
+    nvme_path: str | None = None
+    """Folder on the NVMe drive; each run and rank uses a sub-folder of its own, removed at the end."""
+    pin_memory: bool | None = None
+    """Page-locked host buffers; None: on with a GPU."""
+    buffer_count: PositiveInt | None = None
+    """Buffers that swap parameters (nvme); None: DeepSpeed's 5, more where a module needs them."""
+    buffer_size: PositiveInt | None = None
+    """Elements in a buffer (nvme); None: the model's largest parameter on a rank."""
+    max_in_cpu: NonNegativeInt | None = None
+    """Elements kept in host memory rather than on the drive (nvme)."""
+
+
+class AioConfig(Section):
+    """DeepSpeed's asynchronous file I/O, used by nvme offload."""
+
+    block_size: PositiveInt = 1048576
+    """Bytes per request."""
+    queue_depth: PositiveInt = 8
+    """Requests in flight."""
+    intra_op_parallelism: PositiveInt = 1
+    """Threads per request."""
+    single_submit: bool = False
+    """Submit requests one by one."""
+    overlap_events: bool = True
+    """Submit and wait at the same time."""
+
+
+class ZeroConfig(Section):
+    """DeepSpeed ZeRO; keys named as in DeepSpeed's `zero_optimization`."""
+
+    stage: Literal[0, 1, 2, 3] = 2
+    """0 replicates all; 1 shards optimizer states; 2 gradients too; 3 parameters too."""
+    offload_optimizer: OffloadOptimizerConfig = OffloadOptimizerConfig()
+    """Optimizer offload."""
+    offload_param: OffloadParamConfig = OffloadParamConfig()
+    """Parameter offload."""
+    aio: AioConfig = AioConfig()
+    """File I/O of nvme offload."""
+    overlap_comm: bool | None = None
+    """Reduce gradients while the backward pass goes on; None: on with a GPU."""
+    contiguous_gradients: bool = True
+    """Copy gradients into one buffer as they are made."""
+    reduce_scatter: bool = True
+    """Reduce-scatter instead of all-reduce (stages 1 and 2)."""
+    round_robin_gradients: bool = False
+    """Spread gradient copies of optimizer offload over the ranks (stages 1 and 2)."""
+    reduce_bucket_size: PositiveInt | None = None
+    """Elements reduced at once; None: 5e8, never more than the model."""
+    allgather_bucket_size: PositiveInt | None = None
+    """Elements gathered at once (stages 1 and 2); None: 5e8, never more than the model."""
+    sub_group_size: PositiveInt | None = None
+    """Elements updated at once (stage 3); None: 1e9, never more than the model."""
+    stage3_prefetch_bucket_size: NonNegativeInt | None = None
+    """Elements fetched ahead (stage 3); None: 5e7, never more than the model."""
+    stage3_param_persistence_threshold: NonNegativeInt | None = None
+    """Parameters smaller than this stay gathered (stage 3); None: 1e5, or 10 x hidden size when that is known."""
+    stage3_model_persistence_threshold: NonNegativeInt | None = None
+    """Most elements that stay gathered for good (stage 3); None: no bound."""
+    stage3_max_live_parameters: NonNegativeInt | None = None
+    """Elements gathered at a time (stage 3); None: 1e9."""
+    stage3_max_reuse_distance: NonNegativeInt | None = None
+    """Keep a parameter that is used again within this many elements (stage 3); None: 1e9."""
+    zero_hpz_partition_size: PositiveInt = 1
+    """ZeRO++: ranks of the secondary parameter partition (stage 3)."""
+    zero_quantized_weights: bool = False
+    """ZeRO++: gather weights in int8 (stage 3)."""
+    zero_quantized_gradients: bool = False
+    """ZeRO++: reduce gradients in int4 (stage 3)."""
+
+
+class DDPConfig(Section):
+    """PyTorch DistributedDataParallel; keys named as its arguments."""
+
+    bucket_cap_mb: PositiveInt = 25
+    """MiB reduced at once."""
+    gradient_as_bucket_view: bool = True
+    """Gradients are views of the buckets: one copy less."""
+    find_unused_parameters: bool | None = None
+    """Look for parameters without a gradient at each step; None: off."""
+    static_graph: bool = False
+    """The graph never changes between steps."""
+    comm_hook: Literal["bf16", "fp16", "powersgd"] | None = None
+    """Compression of the gradients on the wire; changes the numbers."""
+    powersgd_rank: PositiveInt = 1
+    """Rank of PowerSGD's approximation."""
+
+
+class LossScaleConfig(Section):
+    """Dynamic loss scale of fp16; names as in DeepSpeed's `fp16`."""
+
+    initial_scale_power: NonNegativeInt = 16
+    """The scale starts at two to this power."""
+    loss_scale_window: PositiveInt = 1000
+    """Steps without overflow before the scale doubles."""
+    hysteresis: PositiveInt = 2
+    """Overflows before the scale halves."""
+    min_loss_scale: PositiveInt = 1
+    """The scale's lower end: an overflow there counts as non-finite."""
+
+
+class PrecisionConfig(Section):
+    """Number formats. Masters and optimizer states are always fp32."""
+
+    dtype: Literal["fp32", "bf16", "fp16"] | None = None
+    """Format of the forward and backward pass; None: bf16 where the device has it natively, else fp32."""
+    grad_dtype: Literal["fp32", "bf16", "fp16"] | None = None
+    """Format in which micro-batches' gradients are accumulated; None: fp32."""
+    communication_data_type: Literal["fp32", "bf16", "fp16"] | None = None
+    """Format in which gradients are reduced over ranks; None: that of accumulation."""
+    loss_scale: LossScaleConfig = LossScaleConfig()
+    """Loss scaling, used with fp16 only."""
+
+
+class BatchConfig(Section):
+    """global_size = micro_size x accumulation x data ranks: any that determine the rest suffice."""
+
+    global_size: PositiveInt | None = None
+    """Samples per optimizer step over all ranks."""
+    micro_size: PositiveInt | None = None
+    """Samples per forward pass of one rank."""
+    accumulation: PositiveInt | None = None
+    """Forward passes of one rank per optimizer step."""
+
+
+class LossConfig(Section):
+    """The loss: a sum over the label tokens of the whole step divided by their number."""
+
+    label_smoothing: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    """Weight of the uniform distribution in the target."""
+
+
+class OptimizerConfig(Section):
+    """The optimizer and gradient clipping."""
+
+    name: Literal["adamw", "adam", "lion", "sgd", "adafactor"] = "adamw"
+    """Adafactor looks beyond one element of a tensor and so runs on the ddp engine only."""
+    lr: Annotated[float, Field(gt=0.0)] = 2e-5
+    """Peak learning rate."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Decay of the moments (adamw, adam, lion)."""
+    eps: Annotated[float, Field(gt=0.0)] = 1e-8
+    """Added to the denominator (adamw, adam)."""
+    weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
+    """Decoupled for adamw and lion, added to the gradient for adam and sgd."""
+    momentum: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    """Momentum (sgd)."""
+    decay_norms_and_biases: bool = False
+    """Apply weight decay to one-dimensional parameters (norms, biases) too."""
+    max_grad_norm: Annotated[float, Field(ge=0.0)] = 1.0
+    """Clip the global gradient norm to this; 0: no clipping."""
+
+
+class ScheduleConfig(Section):
+    """The learning rate by optimizer step."""
+
+    name: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
+    """Shape after the warm-up; `wsd` holds the peak and then decays linearly."""
+    warmup_steps: NonNegativeInt | None = None
+    """Optimizer steps of linear warm-up; None: from `warmup_ratio`."""
+    warmup_ratio: Fraction | None = None
+    """Warm-up as a share of all steps; None: no warm-up unless `warmup_steps` is set."""
+    decay_ratio: Fraction = 0.2
+    """Share of all steps in which `wsd` decays."""
+    min_lr_ratio: Fraction = 0.0
+    """Learning rate after the last step, as a share of the peak."""
+
+
+class RunSection(Section):
+    """How long, where to, from which seed."""
+
+    output_dir: str = "outputs"
+    """Folder for the exported model, the metrics and the plots."""
+    epochs: PositiveInt | None = None
+    """Passes over the data; None: 1, unless `max_steps` is set."""
+    max_steps: PositiveInt | None = None
+    """Optimizer steps; the run stops at the first of `epochs` and `max_steps`."""
+    seed: NonNegativeInt = 42
+    """Seed of the data order and of every random number."""
+    device: Literal["cpu", "cuda"] | None = None
+    """Device kind; None: cuda where there is one."""
+    on_non_finite: Literal["stop", "skip"] = "stop"
+    """What a NaN or infinite loss or gradient leads to; the weights are untouched either way."""
+    max_skipped_steps: PositiveInt = 5
+    """With `skip` and with fp16's loss scale at its lower end: skipped steps in a row before the run stops."""
+
+
+class EvaluationConfig(Section):
+    """When the evaluation data is run."""
+
+    every_steps: PositiveInt | None = None
+    """Evaluate after every so many optimizer steps."""
+    at_start: bool = False
+    """Evaluate before the first step."""
+    at_end: bool = True
+    """Evaluate after the last step."""
+    batch_size: PositiveInt | None = None
+    """Samples per forward pass of one rank; None: `batch.micro_size`."""
+
+
+class CheckpointConfig(Section):
+    """What is written."""
+
+    export: bool = True
+    """Write the model as a Hugging Face folder at the end, to `<output_dir>/model`."""
+    export_dtype: Literal["fp32", "bf16", "fp16"] | None = None
+    """Number format of the exported weights; None: that of the checkpoint the run began with."""
+    max_shard_size: str = "5GB"
+    """Largest safetensors file."""
+
+
+class LoggingConfig(Section):
+    """What is shown and kept."""
+
+    every_steps: PositiveInt = 1
+    """Write a metrics line after every so many optimizer steps; its loss is the mean over that window."""
+    progress_bar: bool = True
+    """Show one progress bar on rank 0."""
+    plots: bool = True
+    """Draw the loss and learning-rate pictures at the end."""
+
+
+class NativeConfig(Section):
+    """Raw keys handed to an engine, merged last."""
+
+    deepspeed: dict[str, Any] = {}
+    """DeepSpeed JSON; a key that contradicts the unified part is refused, as is one that DeepSpeed never reads."""
+
+
+class RunConfig(Section):
+    """One run of ds_trainer."""
+
+    schema_: Annotated[str | None, Field(alias="$schema")] = None
+    """Path or URL of the JSON Schema, for editors."""
+    model: ModelConfig = ModelConfig()
+    """Which checkpoint is trained."""
+    data: DataConfig = DataConfig()
+    """Training and evaluation data."""
+    parallel: ParallelConfig = ParallelConfig()
+    """Engine and parallelism."""
+    zero: ZeroConfig = ZeroConfig()
+    """DeepSpeed ZeRO and offload."""
+    ddp: DDPConfig = DDPConfig()
+    """PyTorch DDP."""
+    precision: PrecisionConfig = PrecisionConfig()
+    """Number formats."""
+    batch: BatchConfig = BatchConfig()
+    """Batch sizes."""
+    loss: LossConfig = LossConfig()
+    """The loss."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """Optimizer and clipping."""
+    schedule: ScheduleConfig = ScheduleConfig()
+    """Learning-rate schedule."""
+    run: RunSection = RunSection()
+    """Length, output, seed."""
+    evaluation: EvaluationConfig = EvaluationConfig()
+    """Evaluation."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """Export."""
+    logging: LoggingConfig = LoggingConfig()
+    """Logging."""
+    native: NativeConfig = NativeConfig()
+    """Raw engine keys."""

@@ -1,0 +1,103 @@
+"""Sizes and switches of ZeRO that follow from the model and the device. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ds_trainer.config.resolved import Machine
+from ds_trainer.config.schema import OffloadParamConfig, ZeroConfig
+from ds_trainer.config.zero_keys import STAGES
+
+Derived = dict[str, tuple[Any, str]]
+"""Dotted key -> value and reason."""
+
+_DEFAULTS = {
+    "reduce_bucket_size": 500_000_000,
+    "allgather_bucket_size": 500_000_000,
+    "sub_group_size": 1_000_000_000,
+    "stage3_prefetch_bucket_size": 50_000_000,
+}
+"""DeepSpeed's own sizes in elements: the most we take, and what we fall back on when the model is not known."""
+
+_UNBOUNDED = {"stage3_max_live_parameters": 1_000_000_000, "stage3_max_reuse_distance": 1_000_000_000}
+_PERSISTENCE = 100_000
+_PARAM_BUFFER = 100_000_000
+_PARAM_BUFFER_COUNT = 5
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """What buffer sizes depend on; each None where it is not known.
+
+    Args:
+        num_parameters: Elements of the model.
+        largest_parameter: Elements of its largest parameter.
+        hidden_size: Width of the residual stream.
+    """
+
+    num_parameters: int | None = None
+    largest_parameter: int | None = None
+    hidden_size: int | None = None
+
+
+def derive_zero(zero: ZeroConfig, origins: Mapping[str, str], machine: Machine, size: ModelSize) -> Derived:
+    """Every open value of the section that its stage and offload use; explicit sizes are clamped to the model."""
+    derived: Derived = {}
+    used = {name for name, stages in STAGES.items() if zero.stage in stages}
+    for name in _DEFAULTS:
+        if name in used and (found := _clamped(zero, name, origins, size.num_parameters)):
+            derived[f"zero.{name}"] = found
+    for name, constant in _UNBOUNDED.items():
+        if name in used and getattr(zero, name) is None:
+            derived[f"zero.{name}"] = (constant, "DeepSpeed's own")
+    if "overlap_comm" in used and zero.overlap_comm is None:
+        derived["zero.overlap_comm"] = _on_gpu(machine, "reduces while the GPU computes", "a CPU has no second stream")
+    if "stage3_param_persistence_threshold" in used and zero.stage3_param_persistence_threshold is None:
+        derived["zero.stage3_param_persistence_threshold"] = (
+            (10 * size.hidden_size, f"10 x hidden size {size.hidden_size}")
+            if size.hidden_size
+            else (_PERSISTENCE, "DeepSpeed's own; the hidden size is not known")
+        )
+    for name, part in (("offload_optimizer", zero.offload_optimizer), ("offload_param", zero.offload_param)):
+        if part.device != "none" and part.pin_memory is None:
+            derived[f"zero.{name}.pin_memory"] = _on_gpu(
+                machine, "copies to the GPU faster", "there is no GPU to copy to"
+            )
+    return derived | _nvme_parameters(zero.offload_param, machine, size)
+
+
+def _clamped(zero: ZeroConfig, name: str, origins: Mapping[str, str], elements: int | None) -> tuple[int, str] | None:
+    asked, constant = getattr(zero, name), _DEFAULTS[name]
+    size = constant if asked is None else asked
+    # DeepSpeed asserts an even all-gather bucket.
+    most = None if elements is None else elements + elements % 2
+    if most is not None and size > most:
+        said = "" if asked is None else f"{origins.get(f'zero.{name}', 'default')} says {asked}; "
+        return most, f"{said}no more than the model's {elements} elements"
+    if asked is not None:
+        return None
+    return constant, "DeepSpeed's own" + ("; the model's size is not known" if elements is None else "")
+
+
+def _on_gpu(machine: Machine, why: str, why_not: str) -> tuple[bool, str]:
+    return (True, why) if machine.device == "cuda" else (False, why_not)
+
+
+def _nvme_parameters(part: OffloadParamConfig, machine: Machine, size: ModelSize) -> Derived:
+    if part.device != "nvme":
+        return {}
+    derived: Derived = {}
+    if part.buffer_count is None:
+        derived["zero.offload_param.buffer_count"] = (_PARAM_BUFFER_COUNT, "DeepSpeed's own")
+    if part.buffer_size is None:
+        largest = size.largest_parameter
+        derived["zero.offload_param.buffer_size"] = (
+            (-(-largest // machine.world), f"the largest parameter, {largest} elements, over {machine.world} ranks")
+            if largest
+            else (_PARAM_BUFFER, "DeepSpeed's own; the model is not known")
+        )
+    if part.max_in_cpu is None:
+        derived["zero.offload_param.max_in_cpu"] = (0, "nvme was asked for: nothing stays in host memory")
+    return derived

@@ -1,0 +1,180 @@
+"""Checks of the `zero` section: what DeepSpeed would ignore, silently change, or die of. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+from ds_trainer.config.asked import Asked
+from ds_trainer.config.resolved import Machine
+from ds_trainer.config.schema import RunConfig
+from ds_trainer.config.zero_keys import IGNORED_BY_BF16_OPTIMIZER, OFFLOAD_DEVICES, OFFLOAD_STAGES, STAGES
+from ds_trainer.errors import ConfigError
+
+MOMENTS = {"adamw": 2, "adam": 2, "lion": 1, "adafactor": 0}
+"""fp32 tensors of a parameter's size that an optimizer keeps; SGD keeps one with momentum."""
+
+
+def moments(config: RunConfig) -> int:
+    """fp32 tensors of a parameter's size that the config's optimizer keeps."""
+    optimizer = config.optimizer
+    return (1 if optimizer.momentum else 0) if optimizer.name == "sgd" else MOMENTS[optimizer.name]
+
+
+def check_zero(config: RunConfig, asked: Asked) -> Iterator[ConfigError]:
+    """Every fault of the section that shows without knowing the machine."""
+    for rule in _RULES:
+        yield from rule(config, asked)
+
+
+def no_effect_of_zero(config: RunConfig, origins: Mapping[str, str], machine: Machine) -> list[str]:
+    """One line for every key of a resolved config that was set and that DeepSpeed does not act on in this run."""
+    zero, precision, asked = config.zero, config.precision, Asked(config, origins)
+    found = []
+    if zero.stage == 1 and precision.dtype == "bf16" and precision.grad_dtype == "fp32":
+        if zero.offload_optimizer.device == "none":
+            why = "at stage 1 with bf16 and fp32 accumulation DeepSpeed uses its BF16_Optimizer, which does not read it"
+            found += [
+                f"zero.{name} has no effect: {why}" for name in IGNORED_BY_BF16_OPTIMIZER if asked(f"zero.{name}")
+            ]
+    if zero.zero_quantized_gradients:
+        found.append("zero.zero_quantized_gradients has no effect on one node: DeepSpeed quantizes between nodes only")
+    if zero.offload_optimizer.ratio != 1.0 and machine.device == "cpu":
+        found.append("zero.offload_optimizer.ratio has no effect: host and device are the same CPU")
+    return found
+
+
+def check_zero_machine(config: RunConfig, asked: Asked, machine: Machine) -> Iterator[ConfigError]:
+    """Every fault of ZeRO++ that shows once the kind of device and the number of ranks are known."""
+    for name in ("zero_quantized_weights", "zero_quantized_gradients"):
+        if getattr(config.zero, name) and machine.device == "cpu":
+            yield ConfigError(
+                f"{asked.says(f'zero.{name}')} on cpu", "DeepSpeed's quantizer is a CUDA kernel", f"remove zero.{name}"
+            )
+    size = config.zero.zero_hpz_partition_size
+    if machine.world % size:
+        yield ConfigError(
+            f"{asked.says('zero.zero_hpz_partition_size')} with {machine.world} ranks",
+            "the secondary partition divides the ranks evenly",
+            f"set zero.zero_hpz_partition_size to a divisor of {machine.world}",
+        )
+
+
+def _zero_stages(config: RunConfig, asked: Asked) -> Iterator[ConfigError]:
+    stage = config.zero.stage
+    for name, stages in STAGES.items():
+        if stage not in stages and asked(f"zero.{name}"):
+            yield ConfigError(
+                f"{asked.says(f'zero.{name}')} and {asked.says('zero.stage')}",
+                f"DeepSpeed reads {name} at {_stages(stages)} only",
+                f"remove zero.{name} or set zero.stage to {stages[0]}",
+            )
+    for (section, device), stages in OFFLOAD_STAGES.items():
+        if getattr(config.zero, section).device == device and stage not in stages:
+            key = f"zero.{section}.device"
+            yield ConfigError(
+                f"{asked.says(key)} and {asked.says('zero.stage')}",
+                f"DeepSpeed does this at {_stages(stages)} only and silently does less elsewhere",
+                f"set zero.stage to {stages[0]}{' or above' if len(stages) > 1 else ''}, or {key} to "
+                + ("cpu or none" if section == "offload_optimizer" and stage and device == "nvme" else "none"),
+            )
+
+
+def _stages(stages: tuple[int, ...]) -> str:
+    return f"stage {stages[0]}" if len(stages) == 1 else f"stages {stages[0]} to {stages[-1]}"
+
+
+def _offload(config: RunConfig, asked: Asked) -> Iterator[ConfigError]:
+    for name, devices in OFFLOAD_DEVICES.items():
+        section = name.partition(".")[0]
+        if getattr(config.zero, section).device not in devices and asked(f"zero.{name}"):
+            device_key = f"zero.{section}.device"
+            yield ConfigError(
+                f"{asked.says(f'zero.{name}')} and {asked.says(device_key)}",
+                f"{name} is used with {' and '.join(devices)} offload only",
+                f"remove zero.{name} or set {device_key} to {devices[0]}",
+            )
+    for section in ("offload_optimizer", "offload_param"):
+        part = getattr(config.zero, section)
+        if part.device == "nvme" and not part.nvme_path:
+            yield ConfigError(
+                f"{asked.says(f'zero.{section}.device')} without zero.{section}.nvme_path",
+                "nvme offload needs a folder on the drive",
+                f"set zero.{section}.nvme_path",
+            )
+    nvme = "nvme" in (config.zero.offload_optimizer.device, config.zero.offload_param.device)
+    for name in type(config.zero.aio).model_fields:
+        if not nvme and asked(f"zero.aio.{name}"):
+            yield ConfigError(
+                f"{asked.says(f'zero.aio.{name}')} without nvme offload",
+                "zero.aio is used with nvme offload only",
+                "remove zero.aio or set an offload device to nvme",
+            )
+
+
+def _offload_buffers(config: RunConfig, asked: Asked) -> Iterator[ConfigError]:
+    part = config.zero.offload_optimizer
+    if part.device != "nvme":
+        return
+    # A sub-group in flight holds its master, gradient and moments; the pipeline keeps one more in flight each way.
+    needed = (2 + moments(config)) * (1 + part.pipeline_read + part.pipeline_write)
+    if part.buffer_count < needed:
+        yield ConfigError(
+            asked.says("zero.offload_optimizer.buffer_count"),
+            f"{config.optimizer.name} swaps {2 + moments(config)} tensors per sub-group, and pipeline_read and "
+            "pipeline_write keep one more sub-group in flight each; DeepSpeed stops in the first step when it has less",
+            f"set zero.offload_optimizer.buffer_count to {needed}",
+        )
+
+
+def _partial_offload(config: RunConfig, asked: Asked) -> Iterator[ConfigError]:
+    key = "zero.offload_optimizer.ratio"
+    if config.zero.offload_optimizer.ratio == 1.0:
+        return
+    if config.zero.stage != 3:
+        yield ConfigError(
+            f"{asked.says(key)} and {asked.says('zero.stage')}",
+            "partial offload exists at stage 3 only",
+            f"set {key} to 1.0",
+        )
+    if config.optimizer.name != "adamw":
+        yield ConfigError(
+            f"{asked.says(key)} and {asked.says('optimizer.name')}",
+            "DeepSpeed updates the share on the device with AdamW, whatever the optimizer",
+            f"set {key} to 1.0 or optimizer.name to adamw",
+        )
+    schedule = config.schedule
+    if schedule.name != "constant" or schedule.warmup_steps or schedule.warmup_ratio:
+        yield ConfigError(
+            f"{asked.says(key)} with a learning rate that changes ({asked.says('schedule.name')})",
+            "DeepSpeed updates the share on the device with a second optimizer that keeps its first learning rate",
+            f"set {key} to 1.0, or schedule.name to constant without warm-up",
+        )
+
+
+def _zero_plus_plus(config: RunConfig, asked: Asked) -> Iterator[ConfigError]:
+    if config.zero.zero_quantized_gradients and not config.zero.reduce_scatter:
+        yield ConfigError(
+            f"{asked.says('zero.zero_quantized_gradients')} and {asked.says('zero.reduce_scatter')}",
+            "DeepSpeed quantizes gradients in its reduce-scatter only",
+            "set zero.reduce_scatter to true",
+        )
+
+
+def _buckets(config: RunConfig, asked: Asked) -> Iterator[ConfigError]:
+    size = config.zero.allgather_bucket_size
+    if size is not None and size % 2:
+        yield ConfigError(
+            asked.says("zero.allgather_bucket_size"),
+            "DeepSpeed needs an even number of elements",
+            f"set it to {size + 1}",
+        )
+
+
+_RULES: tuple[Callable[[RunConfig, Asked], Iterator[ConfigError]], ...] = (
+    _zero_stages,
+    _offload,
+    _offload_buffers,
+    _partial_offload,
+    _zero_plus_plus,
+    _buckets,
+)

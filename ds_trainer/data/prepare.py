@@ -1,0 +1,202 @@
+"""From files or a data set to tokens on disk: tokenised once, checked, cached, by whichever process comes first."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub.constants import HF_HOME
+from tqdm import tqdm
+
+from ds_trainer.config.schema import DataConfig
+from ds_trainer.data.once import build_once
+from ds_trainer.data.sources import Origin, Source, open_source
+from ds_trainer.data.text import IGNORE, Encoded, encode
+from ds_trainer.data.tokenized import DataStats, TokenizedDataset, write
+from ds_trainer.errors import DataError, MachineError
+
+FORMAT = 1
+"""Part of the cache key: raise it when the same records would become other tokens or another file."""
+NO_LIMIT = 10**9
+"""Tokenizers without a limit of their own state an astronomical one."""
+
+
+def prepare(
+    source: Any,
+    tokenizer: Any,
+    data_config: DataConfig,
+    *,
+    max_positions: int | None,
+    vocab_size: int | None,
+    what: str = "train",
+) -> TokenizedDataset:
+    """Tokenises a data set, or opens what an earlier call with the same content and settings left in the cache.
+
+    Every process of a run calls this for itself: the first one works and shows a bar, the others wait on a lock file.
+
+    Args:
+        source: Paths of json, jsonl or parquet files, or a map-style data set of records (see `text.encode`).
+        tokenizer: A Hugging Face tokenizer.
+        data_config: The run's `data` section.
+        max_positions: Longest sequence the model takes; None: no limit.
+        vocab_size: Rows of the model's embedding; None: unchecked.
+        what: `train` or `eval`, for texts.
+
+    Raises:
+        DataError: Missing or broken files, records of a wrong shape, no chat template where one is needed, ids beyond
+            the embedding, no samples, nothing to learn, or too many samples truncated, dropped or left without labels.
+        MachineError: The cache cannot be written.
+    """
+    opened = open_source(source, what)
+    template = read_chat_template(data_config.chat_template) if data_config.chat_template else None
+    limit = _limit(tokenizer, data_config, max_positions)
+    policy = (data_config.on_too_long, data_config.max_affected_fraction)
+    key = _key(opened, _tokenizer_state(tokenizer), template, limit, vocab_size, policy)
+    target = Path(data_config.cache_dir or Path(HF_HOME, "ds_trainer")) / key
+
+    def build(folder: Path) -> None:
+        stats = DataStats()
+        samples = _samples(opened, tokenizer, template, limit, data_config, vocab_size, what, stats)
+        write(folder, samples, stats)
+        _check(stats, limit, data_config, what)
+
+    try:
+        build_once(target, build)
+    except OSError as error:
+        raise MachineError(
+            f"tokenising data.{what} into {target.parent} failed: {error}",
+            "the tokenised data is kept on disk, at 8 bytes per token",
+            "set data.cache_dir to a writable folder with enough room",
+        ) from error
+    return TokenizedDataset(target)
+
+
+def read_chat_template(path: str) -> str:
+    """The Jinja text in a file.
+
+    Raises:
+        DataError: The file cannot be read.
+    """
+    try:
+        return Path(path).read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(
+            f"data.chat_template: {path}: {error}",
+            "the chat template is a Jinja file in UTF-8",
+            "correct the path in data.chat_template",
+        ) from error
+
+
+def _limit(tokenizer: Any, data_config: DataConfig, max_positions: int | None) -> int | None:
+    """Longest sample in tokens: what the config says, else what model and tokenizer allow."""
+    asked = data_config.max_length
+    if asked and max_positions and asked > max_positions:
+        raise DataError(
+            f"data.max_length is {asked}, the model has {max_positions} positions",
+            "a sample may not be longer than the model's positions",
+            f"set data.max_length to at most {max_positions}",
+        )
+    bounds = [n for n in (max_positions, getattr(tokenizer, "model_max_length", None)) if n and n < NO_LIMIT]
+    return asked or min(bounds, default=None)
+
+
+def _samples(
+    source: Source,
+    tokenizer: Any,
+    template: str | None,
+    limit: int | None,
+    data_config: DataConfig,
+    vocab_size: int | None,
+    what: str,
+    stats: DataStats,
+) -> Iterator[Encoded]:
+    """Encodes, checks and shortens record by record, and counts what happens to each."""
+    bar = tqdm(source.records(), desc=f"tokenising {what}", total=source.total, unit=" records", mininterval=0.5)
+    for record, origin in bar:
+        stats.records += 1
+        sample = encode(record, tokenizer, template, origin)
+        if not sample.input_ids:
+            stats.empty += 1
+            continue
+        _check_ids(sample, vocab_size, origin)
+        if limit and len(sample.input_ids) > limit:
+            if data_config.on_too_long == "error":
+                raise DataError(
+                    f"{origin} has {len(sample.input_ids)} tokens",
+                    f"a sample has at most {limit} tokens, and data.on_too_long is 'error'",
+                    "shorten the record, raise data.max_length, or set data.on_too_long to 'truncate' or 'drop'",
+                )
+            if data_config.on_too_long == "drop":
+                stats.dropped += 1
+                continue
+            sample = Encoded(sample.input_ids[:limit], sample.labels[:limit])
+            stats.add_truncated(sample)
+        stats.add(sample, tokenizer.eos_token_id)
+        yield sample
+
+
+def _check_ids(sample: Encoded, vocab_size: int | None, origin: Origin) -> None:
+    used = [*sample.input_ids, *(label for label in sample.labels if label != IGNORE)]
+    wrong = [token for token in (min(used), max(used)) if token < 0 or (vocab_size is not None and token >= vocab_size)]
+    if wrong:
+        raise DataError(
+            f"{origin}: token id {wrong[0]}, the model's embedding has {vocab_size} rows",
+            f"ids lie between 0 and the number of rows less one; a label may also be {IGNORE}",
+            "set model.resize_embeddings to true, or model.tokenizer to the one that belongs to the checkpoint",
+        )
+
+
+def _check(stats: DataStats, limit: int | None, data_config: DataConfig, what: str) -> None:
+    """Refuses a data set that is empty, teaches nothing, or lost too much on the way."""
+    if stats.records == 0:
+        raise DataError(f"data.{what} has no records", "a data set has at least one record", f"mend data.{what}")
+    if stats.label_tokens == 0:
+        reason, change = _why_nothing_is_learned(stats, limit)
+        raise DataError(
+            f"data.{what}: 0 of {stats.records} samples have supervised tokens: {reason}",
+            "at least one token must be learned",
+            change,
+        )
+    if stats.affected > data_config.max_affected_fraction * stats.records:
+        raise DataError(
+            f"data.{what}: {stats.affected} of {stats.records} records were cut, left out or teach nothing ({stats}; "
+            f"the longest length is {limit})",
+            f"at most data.max_affected_fraction = {data_config.max_affected_fraction} of them may be",
+            "raise data.max_length, mend the records, or raise data.max_affected_fraction",
+        )
+
+
+def _why_nothing_is_learned(stats: DataStats, limit: int | None) -> tuple[str, str]:
+    """The likely reason and what to change."""
+    if stats.dropped or stats.truncated:
+        lost = f"{stats.truncated} were truncated and {stats.dropped} dropped at {limit} tokens"
+        return lost, "raise data.max_length, or shorten the prompts"
+    if stats.empty == stats.records:
+        return "all of them are empty", "give records with text"
+    return (
+        "the labels are all -100, no turn is the assistant's, or the chat template marks none",
+        "check the records' labels and roles (a pad token equal to eos must not be masked by its id), "
+        "and the {% generation %} markers of the chat template",
+    )
+
+
+def _tokenizer_state(tokenizer: Any) -> list[str]:
+    """All that decides which tokens a tokenizer makes of a text."""
+    if getattr(tokenizer, "is_fast", False):
+        state = json.loads(tokenizer.backend_tokenizer.to_str())
+        state = {
+            name: part for name, part in state.items() if name not in ("truncation", "padding")
+        }  # set by each call
+    else:
+        state = {"vocab": tokenizer.get_vocab(), "init": tokenizer.init_kwargs}
+    chat_template, special = getattr(tokenizer, "chat_template", None), tokenizer.special_tokens_map
+    return [json.dumps(part, sort_keys=True, default=str) for part in (state, chat_template, special)]
+
+
+def _key(source: Source, *settings: Any) -> str:
+    """Name of the cache folder."""
+    text = json.dumps([FORMAT, source.fingerprint, *settings], default=str)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

@@ -1,0 +1,190 @@
+"""Records one at a time, each with its origin, from json, jsonl and parquet files or any map-style data set."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+from pyarrow import ArrowInvalid
+
+from ds_trainer.errors import DataError
+
+Record = Mapping[str, Any]
+Origin = str
+"""`file:line`, `file: row n` or `sample n`, for error texts."""
+
+TOKENISED_KEYS = {"input_ids", "labels", "attention_mask"}
+
+
+@dataclass(frozen=True)
+class Source:
+    """A stream of records that can be opened again.
+
+    Args:
+        fingerprint: Changes whenever the content does.
+        total: Number of records, where it is known beforehand.
+        records: Opens the stream: pairs of record and origin.
+    """
+
+    fingerprint: str
+    total: int | None
+    records: Callable[[], Iterator[tuple[Record, Origin]]]
+
+
+def is_record(record: object) -> bool:
+    """Whether `prepare` understands a data set whose first element is `record`.
+
+    False for features of other kinds (pixels, decoder ids, class labels): these go to the data collator as they are.
+    """
+    if not isinstance(record, Mapping):
+        return False
+    present = {key for key, value in record.items() if value is not None}
+    if "input_ids" in present:
+        return present <= TOKENISED_KEYS and (record.get("labels") is None or hasattr(record["labels"], "__len__"))
+    return "messages" in present or "text" in present or {"prompt", "completion"} <= present
+
+
+def open_source(source: Any, what: str) -> Source:
+    """Opens files or a map-style data set.
+
+    Args:
+        source: A path, several paths, or an object with `len()` and `[i]`.
+        what: `train` or `eval`, for error texts.
+
+    Raises:
+        DataError: A file is missing, unreadable or of an unknown kind; the object is not a map-style data set.
+    """
+    if isinstance(source, str | Path):
+        source = (source,)
+    if isinstance(source, tuple | list) and source and all(isinstance(path, str | Path) for path in source):
+        files = [_open_file(Path(path), what) for path in source]
+        totals = [file.total for file in files]
+        return Source(
+            fingerprint=_digest(file.fingerprint for file in files),
+            total=None if None in totals else sum(total for total in totals if total is not None),
+            records=lambda: (pair for file in files for pair in file.records()),
+        )
+    return _open_dataset(source, what)
+
+
+def _open_file(path: Path, what: str) -> Source:
+    readers = {".jsonl": _read_jsonl, ".json": _read_json, ".parquet": _read_parquet}
+    if not path.is_file():
+        raise DataError(
+            f"data.{what}: no file {path}", "every data file must exist", f"correct the path in data.{what}"
+        )
+    if path.suffix not in readers:
+        raise DataError(
+            f"data.{what}: {path} ends in {path.suffix!r}",
+            f"data files are {', '.join(readers)}",
+            "convert the file, or load it with `datasets` and give Trainer(train_dataset=...)",
+        )
+    try:
+        with path.open("rb") as file:
+            fingerprint = hashlib.file_digest(file, "blake2b").hexdigest()
+    except OSError as error:
+        raise DataError(
+            f"data.{what}: {path}: {error.strerror}", "every data file must be readable", f"correct data.{what}"
+        ) from error
+    total = _open_parquet(path).metadata.num_rows if path.suffix == ".parquet" else None
+    return Source(path.suffix + fingerprint, total, lambda: readers[path.suffix](path))
+
+
+def _open_dataset(dataset: Any, what: str) -> Source:
+    if isinstance(dataset, Mapping) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        raise DataError(
+            f"the {what} data set is a {type(dataset).__name__}"
+            + (f" with the keys {sorted(map(str, dataset))}" if isinstance(dataset, Mapping) else ""),
+            "a data set must be map-style: it has len() and [i]",
+            "pass one split, as a list or a datasets.Dataset",
+        )
+
+    def records() -> Iterator[tuple[Record, Origin]]:
+        return ((dataset[i], f"{what} sample {i}") for i in range(len(dataset)))
+
+    # datasets.Dataset keeps the hash of its content; anything else is hashed record by record.
+    fingerprint = getattr(dataset, "_fingerprint", None) or _digest(
+        json.dumps(record, default=_plain) for record, _ in records()
+    )
+    return Source(fingerprint, len(dataset), records)
+
+
+def _read_jsonl(path: Path) -> Iterator[tuple[Record, Origin]]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                yield _parse(line, f"{path}:{number}"), f"{path}:{number}"
+
+
+def _read_json(path: Path) -> Iterator[tuple[Record, Origin]]:
+    """Records of a JSON list, with the line each begins at; a .json file that holds JSON lines is read as such."""
+    with path.open("rb") as file:
+        if not file.read(4096).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
+            yield from _read_jsonl(path)
+            return
+    try:
+        text = path.read_text("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise _not_json(str(path), error) from error
+    decoder = json.JSONDecoder()
+    position, line = text.index("[") + 1, 1 + text[: text.index("[")].count("\n")
+    while (start := _skip(text, position, " \t\r\n,")) < len(text) and text[start] != "]":
+        line += text.count("\n", position, start)
+        try:
+            record, position = decoder.raw_decode(text, start)
+        except json.JSONDecodeError as error:
+            raise _not_json(f"{path}:{error.lineno}", error) from error
+        yield record, f"{path}:{line}"
+        line += text.count("\n", start, position)
+    if start >= len(text):
+        raise _not_json(f"{path}:{line}", "the list is not closed")
+
+
+def _read_parquet(path: Path) -> Iterator[tuple[Record, Origin]]:
+    row = 0
+    for batch in _open_parquet(path).iter_batches(batch_size=1024):
+        for record in batch.to_pylist():
+            yield record, f"{path}: row {row}"
+            row += 1
+
+
+def _open_parquet(path: Path) -> pq.ParquetFile:
+    try:
+        return pq.ParquetFile(path, memory_map=True)
+    except ArrowInvalid as error:
+        raise DataError(f"{path}: {error}", "the file must be parquet", "write the file anew") from error
+
+
+def _parse(line: bytes, origin: Origin) -> Record:
+    try:
+        return json.loads(line)
+    except ValueError as error:
+        raise _not_json(origin, error) from error
+
+
+def _not_json(origin: Origin, error: object) -> DataError:
+    return DataError(f"{origin}: {error}", "every line must be one JSON record in UTF-8", "repair or delete the line")
+
+
+def _skip(text: str, position: int, characters: str) -> int:
+    while position < len(text) and text[position] in characters:
+        position += 1
+    return position
+
+
+def _digest(parts: Iterable[str]) -> str:
+    digest = hashlib.blake2b()
+    for part in parts:
+        digest.update(part.encode())
+        digest.update(b"\0")
+    return digest.hexdigest()
+
+
+def _plain(value: Any) -> Any:
+    """Tensors and arrays as lists, anything else by its text."""
+    return value.tolist() if hasattr(value, "tolist") else repr(value)

@@ -1,0 +1,142 @@
+"""The engine protocol and the registry that finds engines by name.
+
+An engine owns everything about one step that differs between DeepSpeed, DDP and others: where parameters live, how
+gradients are reduced, clipped and applied. An executor (`ds_trainer.executors`) drives it micro-batch by micro-batch.
+Engines are plug-ins: the registry is the entry-point group `ds_trainer.engines`, which the built-in ones use too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import nn
+
+from ds_trainer.config.resolved import ResolvedConfig
+from ds_trainer.errors import ConfigError
+from ds_trainer.layout import ParameterSlice
+from ds_trainer.mesh.mesh import Mesh
+from ds_trainer.models.source import WeightSource
+
+OptimizerFactory = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """What the end of a step did.
+
+    Args:
+        grad_norm: Global L2 norm of the step's gradient before clipping; inf when not finite.
+        skipped: True when no weight was updated, because the gradient was not finite.
+    """
+
+    grad_norm: float
+    skipped: bool
+
+
+@dataclass(frozen=True)
+class EngineFacts:
+    """What really exists after set-up, measured on live objects.
+
+    Args:
+        engine: Class of the object that runs the step.
+        optimizer: Class of the optimizer that updates the weights.
+        stage: ZeRO stage; None outside DeepSpeed.
+        group_size: Ranks over which gradients are reduced.
+        param_device: `cpu`, `cuda:0`, `nvme`, `meta`.
+        optimizer_device: Where masters and moments live or will live: `cpu`, `cuda:0`, `nvme`.
+        param_bytes: Bytes of the model's parameters on this rank.
+        optimizer_bytes: Bytes of masters and optimizer states on this rank, as far as they exist yet.
+        nvme_bytes: Bytes in this rank's swap files.
+        compute_dtype: Format of the parameters in the forward pass.
+    """
+
+    engine: str
+    optimizer: str
+    stage: int | None
+    group_size: int
+    param_device: str
+    optimizer_device: str
+    param_bytes: int
+    optimizer_bytes: int
+    nvme_bytes: int
+    compute_dtype: str
+
+
+@runtime_checkable
+class Engine(Protocol):
+    """One training step's backend.
+
+    Calls come in this order: load, wrap, then per step `forward` and `backward` inside `microbatch`, and `finish`.
+    """
+
+    module: nn.Module
+    """The wrapped model, for `train()` and `eval()`."""
+
+    def load(self, model: nn.Module, weights: WeightSource | None) -> None:
+        """Puts the parameters where this engine wants them; `weights` None means `model` holds its values already."""
+
+    def wrap(self, make_optimizer: OptimizerFactory) -> None:
+        """Builds the optimizer on the placed parameters and the object that runs the step."""
+
+    def microbatch(self, is_last: bool) -> AbstractContextManager[None]:
+        """Context around one forward and backward; gradients may be reduced only in the last one."""
+
+    def forward(self, **inputs: Any) -> Any:
+        """The model's outputs, computed in the run's number format; under ZeRO-3 every rank must call it."""
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Accumulates the gradient of `loss`, this rank's share of the step's loss: shares add up over ranks and calls."""
+
+    def finish(self) -> StepOutcome:
+        """Reduces, clips, updates and zeroes the gradients, unless the gradient is not finite."""
+
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The live optimizer's parameter groups, whose `lr` the trainer sets before `finish`."""
+
+    def parameter_layout(self) -> list[ParameterSlice]:
+        """Which part of every parameter this rank's optimizer owns."""
+
+    def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every parameter (a tied one once), whole, on the host; a collective, one tensor at a time."""
+
+    def full_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every reduced gradient, whole, fp32, on the host; a collective, between the last backward and `finish`."""
+
+    def state(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
+        """Owned fp32 masters and optimizer states by parameter name, as `parameter_layout` cuts them."""
+
+    def parameter_hash(self) -> str | None:
+        """Hash of the parameters this rank starts with; None where each parameter exists once, cut over the ranks."""
+
+    def facts(self) -> EngineFacts:
+        """Measures what exists."""
+
+    def close(self) -> None:
+        """Releases files, threads and buffers."""
+
+
+def engine_names() -> list[str]:
+    """Names of every installed engine."""
+    return sorted(point.name for point in entry_points(group="ds_trainer.engines"))
+
+
+def make_engine(resolved: ResolvedConfig, mesh: Mesh) -> Engine:
+    """The engine that the config names.
+
+    Raises:
+        ConfigError: No installed engine has that name.
+    """
+    name = resolved.config.parallel.engine
+    for point in entry_points(group="ds_trainer.engines"):
+        if point.name == name:
+            return point.load()(resolved, mesh)
+    raise ConfigError(
+        f"parallel.engine is {name!r}",
+        f"an engine must be installed under the entry-point group ds_trainer.engines; here: {', '.join(engine_names())}",
+        "set parallel.engine to one of these, or install the plug-in that provides it",
+    )

@@ -1,0 +1,163 @@
+"""PyTorch DistributedDataParallel: fp32 masters on every rank, gradients averaged by all-reduce in buckets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ds_trainer.config.resolved import ResolvedConfig
+from ds_trainer.engines.base import EngineFacts, OptimizerFactory, StepOutcome
+from ds_trainer.engines.dtypes import TORCH_DTYPES
+from ds_trainer.engines.measure import content_hash, devices, grouped_parameters, state_tensors, storage_bytes
+from ds_trainer.layout import ParameterSlice
+from ds_trainer.mesh.mesh import Mesh
+from ds_trainer.models.source import WeightSource
+from ds_trainer.models.weights import load_full
+
+
+class DDPEngine:
+    """The `ddp` engine.
+
+    Below fp32 the forward runs under autocast, so that masters, gradients and their reduction stay fp32; fp16 adds a
+    dynamic loss scale.
+
+    Args:
+        resolved: The run's config.
+        mesh: Process groups and device.
+    """
+
+    def __init__(self, resolved: ResolvedConfig, mesh: Mesh) -> None:
+        self.config = resolved.config
+        self.mesh = mesh
+        self.module: nn.Module
+        self._compute_dtype = TORCH_DTYPES[self.config.precision.dtype or "fp32"]
+        scale = self.config.precision.loss_scale
+        self._scaler = torch.amp.GradScaler(
+            mesh.device.type,
+            enabled=self._compute_dtype == torch.float16,
+            init_scale=2.0**scale.initial_scale_power,
+            growth_interval=scale.loss_scale_window,
+        )
+
+    def load(self, model: nn.Module, weights: WeightSource | None) -> None:
+        """Every rank holds the whole model in fp32; rank 0's values are broadcast by DDP when it wraps."""
+        self._model = model
+        if weights is not None:
+            load_full(model, weights, self.mesh.device, torch.float32)
+        else:
+            model.to(device=self.mesh.device, dtype=torch.float32)
+
+    def wrap(self, make_optimizer: OptimizerFactory) -> None:
+        """Wraps the model and builds the optimizer on its parameters."""
+        config = self.config.ddp
+        self.module = DistributedDataParallel(
+            self._model,
+            device_ids=[self.mesh.device.index] if self.mesh.device.type == "cuda" else None,
+            process_group=self.mesh.dp_group,
+            bucket_cap_mb=config.bucket_cap_mb,
+            gradient_as_bucket_view=config.gradient_as_bucket_view,
+            find_unused_parameters=bool(config.find_unused_parameters),
+            static_graph=config.static_graph,
+            broadcast_buffers=False,
+        )
+        self._register_comm_hook()
+        self._optimizer = make_optimizer([(n, p) for n, p in self._model.named_parameters() if p.requires_grad])
+
+    def _register_comm_hook(self) -> None:
+        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+        match self.config.ddp.comm_hook:
+            case "bf16":
+                self.module.register_comm_hook(self.mesh.dp_group, default_hooks.bf16_compress_hook)
+            case "fp16":
+                self.module.register_comm_hook(self.mesh.dp_group, default_hooks.fp16_compress_hook)
+            case "powersgd":
+                state = powerSGD_hook.PowerSGDState(
+                    self.mesh.dp_group, matrix_approximation_rank=self.config.ddp.powersgd_rank
+                )
+                self.module.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+
+    @contextmanager
+    def microbatch(self, is_last: bool) -> Iterator[None]:
+        """Reduces gradients in the last micro-batch only."""
+        with nullcontext() if is_last else self.module.no_sync():
+            yield
+
+    def forward(self, **inputs: Any) -> Any:
+        """Calls the wrapped model, below fp32 under autocast."""
+        lower = self._compute_dtype != torch.float32
+        with torch.autocast(self.mesh.device.type, self._compute_dtype, enabled=lower):
+            return self.module(**inputs)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """DDP averages over the data ranks, so this rank's share is multiplied by their number."""
+        self._scaler.scale(loss * self.mesh.grid.dp_size).backward()
+
+    def finish(self) -> StepOutcome:
+        """Clips by the global norm and updates; a gradient that is not finite is dropped."""
+        self._scaler.unscale_(self._optimizer)
+        grads = [p.grad for p in self._model.parameters() if p.grad is not None]
+        norm = nn.utils.get_total_norm(grads)
+        finite = bool(norm.isfinite())
+        if finite:
+            limit = self.config.optimizer.max_grad_norm
+            if limit:
+                nn.utils.clip_grads_with_norm_([p for p in self._model.parameters() if p.grad is not None], limit, norm)
+            self._scaler.step(self._optimizer)
+        self._scaler.update()
+        self._optimizer.zero_grad()
+        return StepOutcome(float(norm) if finite else float("inf"), skipped=not finite)
+
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The optimizer's groups."""
+        return self._optimizer.param_groups
+
+    def parameter_layout(self) -> list[ParameterSlice]:
+        """Every rank owns everything."""
+        return [ParameterSlice.whole(name, tuple(p.shape)) for name, p in self._model.named_parameters()]
+
+    def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every parameter, from this rank's own copy."""
+        for name, parameter in self._model.named_parameters():
+            yield name, parameter.detach().cpu()
+
+    def full_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every gradient, from this rank's own copy."""
+        for name, parameter in self._model.named_parameters():
+            if parameter.grad is not None:
+                yield name, parameter.grad.detach().float().cpu() / self._scaler.get_scale()
+
+    def state(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
+        """Masters and optimizer states of every parameter."""
+        return {
+            name: {"master": p.detach(), **self._optimizer.state.get(p, {})} for name, p in self._model.named_parameters()
+        }
+
+    def parameter_hash(self) -> str:
+        """Every rank holds every parameter."""
+        return content_hash(self._model.parameters())
+
+    def facts(self) -> EngineFacts:
+        """Measures the wrapped model and the optimizer."""
+        parameters = list(self._model.parameters())
+        return EngineFacts(
+            engine=type(self.module).__name__,
+            optimizer=type(self._optimizer).__name__,
+            stage=None,
+            group_size=dist.get_world_size(self.module.process_group),
+            param_device=devices(parameters),
+            optimizer_device=devices(grouped_parameters(self._optimizer)),
+            param_bytes=storage_bytes(parameters),
+            optimizer_bytes=storage_bytes(state_tensors(self._optimizer)),
+            nvme_bytes=0,
+            compute_dtype=str(self._compute_dtype).removeprefix("torch."),
+        )
+
+    def close(self) -> None:
+        """Nothing is held outside Python's memory."""

@@ -1,0 +1,243 @@
+"""DeepSpeed ZeRO 0-3 with CPU and NVMe offload.
+
+The accumulation boundary is set by hand for every micro-batch, since the last window of an epoch may be short, and
+losses arrive already divided by the step's label tokens, so DeepSpeed's own division by accumulation is switched off.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import deepspeed
+import deepspeed.comm
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ds_trainer.config.resolved import ResolvedConfig
+from ds_trainer.config.to_deepspeed import to_deepspeed
+from ds_trainer.engines.base import EngineFacts, OptimizerFactory, StepOutcome
+from ds_trainer.engines.dtypes import TORCH_DTYPES
+from ds_trainer.engines.measure import content_hash, devices, grouped_parameters, state_tensors, storage_bytes
+from ds_trainer.engines.zero3_load import load_partitioned, partition_bounds
+from ds_trainer.layout import ParameterSlice
+from ds_trainer.mesh.mesh import Mesh
+from ds_trainer.mesh.ops import disable_shm_comm
+from ds_trainer.mesh.swap import SwapFolder
+from ds_trainer.models.source import WeightSource
+from ds_trainer.models.weights import load_full
+
+
+class DeepSpeedEngine:
+    """The `deepspeed` engine.
+
+    Args:
+        resolved: The run's config.
+        mesh: Process groups and device.
+    """
+
+    def __init__(self, resolved: ResolvedConfig, mesh: Mesh) -> None:
+        self.config = resolved.config
+        self.mesh = mesh
+        self.module: nn.Module
+        self.native = to_deepspeed(resolved)
+        self.stage = self.config.zero.stage
+        self._swaps: list[SwapFolder] = []
+        self._compute_dtype = TORCH_DTYPES[self.config.precision.dtype or "fp32"]
+        if mesh.device.type == "cpu":
+            disable_shm_comm()
+        deepspeed.init_distributed(dist_backend="nccl" if mesh.device.type == "cuda" else "gloo", verbose=False)
+        self._redirect_swap_files()
+
+    @property
+    def _param_dtype(self) -> torch.dtype:
+        """Format in which DeepSpeed holds parameters: fp32 too where bf16 runs under autocast (stage 0)."""
+        autocast = self.stage == 0 and self._compute_dtype == torch.bfloat16
+        return torch.float32 if autocast else self._compute_dtype
+
+    def _redirect_swap_files(self) -> None:
+        """Gives this run and rank a swap folder of its own below each nvme_path."""
+        sections = [
+            section
+            for key in ("offload_optimizer", "offload_param")
+            if (section := self.native["zero_optimization"].get(key)) and section["device"] == "nvme"
+        ]
+        if not sections:
+            return
+        run_id = self.mesh.gather_objects(uuid.uuid4().hex[:12])[0]
+        folders: dict[str, SwapFolder] = {}
+        for section in sections:
+            path = section["nvme_path"]
+            if path not in folders:
+                folders[path] = SwapFolder(path, run_id, self.mesh.grid.rank)
+            section["nvme_path"] = str(folders[path].path)
+        self._swaps = list(folders.values())
+
+    def load(self, model: nn.Module, weights: WeightSource | None) -> None:
+        """Stages 0-2: whole tensors on every rank. Stage 3: each rank reads and keeps its own flat slices only."""
+        self._model = model
+        self._shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+        if self.stage == 3:
+            load_partitioned(model, weights, self.native, self._param_dtype, self.mesh)
+        elif weights is not None:
+            load_full(model, weights, self.mesh.device, self._param_dtype)
+        else:
+            model.to(device=self.mesh.device, dtype=self._param_dtype)
+
+    def wrap(self, make_optimizer: OptimizerFactory) -> None:
+        """Builds the optimizer and DeepSpeed's engine around it."""
+        optimizer = make_optimizer([(n, p) for n, p in self._model.named_parameters() if p.requires_grad])
+        self.module, *_ = deepspeed.initialize(
+            model=self._model, optimizer=optimizer, config=self.native, dist_init_required=False
+        )
+
+    @contextmanager
+    def microbatch(self, is_last: bool) -> Iterator[None]:
+        """Marks the accumulation boundary."""
+        self.module.set_gradient_accumulation_boundary(is_last)
+        yield
+
+    def forward(self, **inputs: Any) -> Any:
+        """Calls DeepSpeed's engine, which gathers parameters and casts as configured."""
+        return self.module(**inputs)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """DeepSpeed averages over the data ranks, so this rank's share is multiplied by their number."""
+        self.module.backward(loss * self.mesh.grid.dp_size, scale_wrt_gas=False)
+
+    def finish(self) -> StepOutcome:
+        """One DeepSpeed step; ZeRO itself drops a gradient that is not finite, at stage 0 it is done here."""
+        if self._is_plain:
+            norm = nn.utils.get_total_norm([p.grad for p in self._model.parameters() if p.grad is not None])
+            if not norm.isfinite():
+                self.module.zero_grad()
+                return StepOutcome(float("inf"), skipped=True)
+            self.module.step()
+            return StepOutcome(float(norm), skipped=False)
+        self.module.step()
+        skipped = not self.module.was_step_applied()
+        norm = self.module.get_global_grad_norm()
+        return StepOutcome(float("inf") if skipped or norm is None else float(norm), skipped)
+
+    @property
+    def _is_plain(self) -> bool:
+        """Whether the optimizer updates the model's own fp32 parameters, with no DeepSpeed wrapper around it."""
+        return self.module.optimizer is self.module.basic_optimizer
+
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups of the optimizer below DeepSpeed's wrapper."""
+        return self.module.basic_optimizer.param_groups
+
+    def parameter_layout(self) -> list[ParameterSlice]:
+        """Flat ranges: a cut of every tensor at stage 3, of each group's concatenation at stages 1 and 2."""
+        return list(self._owned_slices().values())
+
+    def _owned_slices(self) -> dict[str, ParameterSlice]:
+        owned = {}
+        for name, parameter in self._model.named_parameters():
+            shape = self._shapes[name]
+            if self.stage == 3:
+                owned[name] = ParameterSlice.flat_range(name, shape, *partition_bounds(parameter))
+            elif hasattr(parameter, "_hp_mapping"):
+                if parameter._hp_mapping is not None:
+                    address = parameter._hp_mapping.lp_fragment_address
+                    stop = address.start + address.numel
+                    owned[name] = ParameterSlice.flat_range(name, shape, address.start, stop)
+            else:
+                owned[name] = ParameterSlice.whole(name, shape)
+        return owned
+
+    def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """fp32 masters, gathered one at a time.
+
+        Comm: one all-gather (stage 3) or all-reduce (stages 1, 2) of each tensor over the data ranks.
+        """
+        for name, parameter in self._model.named_parameters():
+            whole = deepspeed.utils.safe_get_full_fp32_param(parameter) if parameter.requires_grad else None
+            if whole is None:
+                with deepspeed.zero.GatheredParameters([parameter], enabled=self.stage == 3):
+                    whole = parameter.detach().cpu().clone()
+            yield name, whole.detach().cpu().view(self._shapes[name])
+
+    def full_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Reduced gradients, gathered one at a time and freed of the loss scale.
+
+        Comm: as `full_parameters`.
+        """
+        scale = getattr(self.module.optimizer, "loss_scale", 1.0)
+        for name, parameter in self._model.named_parameters():
+            if not parameter.requires_grad:
+                continue
+            if hasattr(parameter, "_hp_mapping"):
+                grad = parameter.get_full_hp_grad()
+            else:
+                grad = deepspeed.utils.safe_get_full_grad(parameter)
+            if grad is not None:
+                yield name, grad.detach().float().cpu().view(self._shapes[name]) / scale
+
+    def state(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
+        """Owned fragments of masters and optimizer states, read through DeepSpeed's swapper where they are on NVMe."""
+        owned = self._owned_slices()
+        named = {n: p for n, p in self._model.named_parameters() if n in owned and p.requires_grad}
+        return {name: self._fragments(parameter, owned[name].numel) for name, parameter in named.items()}
+
+    def _fragments(self, parameter: nn.Parameter, numel: int) -> dict[str, torch.Tensor]:
+        keys = self._state_keys()
+        if self.stage == 3:
+            optimizer = self.module.optimizer
+            read = {"master": optimizer.get_local_fp32_param(parameter)}
+            read |= {key: optimizer.get_local_fp32_param(parameter, key) for key in keys}
+            return {key: value.flatten()[:numel].clone() for key, value in read.items()}
+        if hasattr(parameter, "_hp_mapping"):
+            mapping = parameter._hp_mapping
+            return {"master": mapping.get_hp_fragment()} | {key: mapping.get_hp_fragment(key) for key in keys}
+        return {"master": parameter.detach()} | dict(self.module.basic_optimizer.state.get(parameter, {}))
+
+    def _state_keys(self) -> list[str]:
+        states = self.module.basic_optimizer.state.values()
+        return sorted({key for state in states for key, value in state.items() if torch.is_tensor(value) and value.dim()})
+
+    def parameter_hash(self) -> str | None:
+        """Below stage 3 every rank holds every parameter."""
+        return None if self.stage == 3 else content_hash(self._model.parameters())
+
+    def facts(self) -> EngineFacts:
+        """Measures DeepSpeed's engine, its optimizer's flat buffers, and the swap files."""
+        parameters = list(self._model.parameters())
+        masters = grouped_parameters(self.module.basic_optimizer)
+        states = state_tensors(self.module.basic_optimizer)
+        nvme_bytes = sum(swap.bytes() for swap in self._swaps)
+        if self.stage == 3:
+            shards = [p.ds_tensor for p in parameters]
+            on_nvme = any(getattr(s, "final_location", None) == "nvme" for s in shards)
+            param_device = "nvme" if on_nvme else devices(shards)
+        else:
+            shards, param_device = parameters, devices(parameters)
+        return EngineFacts(
+            engine=type(self.module).__name__,
+            optimizer=type(self.module.basic_optimizer).__name__,
+            stage=self.module.zero_optimization_stage(),
+            group_size=dist.get_world_size(self.module.data_parallel_group),
+            param_device=param_device,
+            optimizer_device="nvme" if self._optimizer_on_nvme() else devices(masters),
+            param_bytes=storage_bytes(shards),
+            optimizer_bytes=storage_bytes([*masters, *states]) if not self._is_plain else storage_bytes(states),
+            nvme_bytes=nvme_bytes,
+            compute_dtype=str(self._compute_dtype).removeprefix("torch."),
+        )
+
+    def _optimizer_on_nvme(self) -> bool:
+        optimizer = self.module.optimizer
+        if not getattr(optimizer, "swap_optimizer", False):
+            return False
+        return any(optimizer._swappable_optimizer_subgroup(i) for i in range(len(optimizer.fp16_groups)))
+
+    def close(self) -> None:
+        """Removes DeepSpeed's hooks and this rank's swap files."""
+        if isinstance(getattr(self, "module", None), deepspeed.DeepSpeedEngine):
+            self.module.destroy()
+        for swap in self._swaps:
+            swap.close()

@@ -1,0 +1,45 @@
+"""Measures live tensors: bytes of unique storages, the device they lie on."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+
+import torch
+
+
+def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of the distinct storages behind the tensors; views of one buffer count once."""
+    storages = {}
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        if storage.nbytes():
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+def state_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Every tensor in an optimizer's state."""
+    return [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
+
+
+def grouped_parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Every tensor that an optimizer updates."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def devices(tensors: Iterable[torch.Tensor]) -> str:
+    """The devices on which the tensors with content lie, joined by commas."""
+    return ", ".join(sorted({str(t.device) for t in tensors if t.numel()}))
+
+
+def content_hash(tensors: Iterable[torch.Tensor]) -> str:
+    """Short hash of the tensors' values and order, computed where they lie.
+
+    Two reductions per tensor: equal elements cancel out in the XOR of their bits, not in their sum.
+    """
+    digest = hashlib.blake2b(digest_size=6)
+    for tensor in tensors:
+        value = tensor.detach()
+        digest.update(f"{torch.hash_tensor(value).item()} {value.sum(dtype=torch.float64).item()!r}".encode())
+    return digest.hexdigest()

@@ -1,0 +1,67 @@
+"""Loads a model straight into ZeRO-3's partitions: no rank ever holds, or reads, more than its own slices.
+
+`deepspeed.zero.Init` partitions parameters that are already whole on every rank, and broadcasts them from rank 0 first.
+Here each rank reserves address space for one whole tensor at a time, fills in only the range that it owns, and lets
+DeepSpeed cut that range out (to host memory or to NVMe, as its config says). Untouched pages never become memory.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import deepspeed
+import torch
+from torch import nn
+
+from ds_trainer.layout import even_flat_range
+from ds_trainer.mesh.mesh import Mesh
+from ds_trainer.models.source import WeightSource
+from ds_trainer.models.weights import fill_buffers
+
+
+class _OwnSlices(deepspeed.zero.Init):
+    """DeepSpeed's partitioning without the broadcast of whole tensors from rank 0."""
+
+    def _zero_init_param(self, param: nn.Parameter) -> None:
+        self._convert_to_deepspeed_param(param)
+        param.partition()
+
+
+def load_partitioned(
+    model: nn.Module, weights: WeightSource | None, native: dict[str, Any], dtype: torch.dtype, mesh: Mesh
+) -> None:
+    """Partitions a model in place.
+
+    Args:
+        model: A skeleton on meta, or a model whose values every rank holds when `weights` is None.
+        weights: Where the values are read from.
+        native: The DeepSpeed JSON.
+        dtype: Format of the partitions.
+        mesh: Process groups and device.
+
+    Shapes: each parameter of n elements becomes a flat shard of ceil(n / ranks) elements per rank.
+    """
+    if weights is None:
+        model.to(dtype)
+        deepspeed.zero.Init(module=model, config_dict_or_path=native, dtype=dtype)
+        return
+    fill_buffers(model, weights, mesh.device)
+    partitioner = _OwnSlices(config_dict_or_path=native, dtype=dtype)
+    # ZeRO++ keeps a second copy per node, cut from the whole tensor.
+    whole = native["zero_optimization"].get("zero_hpz_partition_size", 1) > 1
+    for name, parameter in model.named_parameters():
+        value = torch.empty(parameter.shape, dtype=dtype, device=mesh.device)
+        start, stop = (0, value.numel()) if whole else even_flat_range(value.numel(), mesh.grid.dp_size, mesh.grid.dp_rank)
+        if stop > start:
+            value.view(-1)[start:stop] = weights.read(name, dtype, (start, stop))
+        materialised = nn.Parameter(value, requires_grad=parameter.requires_grad)
+        # Swapping keeps the object, so every module that shares it stays tied.
+        torch.utils.swap_tensors(parameter, materialised)
+        partitioner._convert_to_zero_parameters([parameter])
+
+
+def partition_bounds(parameter: nn.Parameter) -> tuple[int, int]:
+    """Start and stop of this rank's shard in the flattened parameter, padding left out."""
+    return even_flat_range(
+        parameter.ds_numel, parameter.ds_zero_partition_world_size, parameter.ds_zero_partition_rank
+    )

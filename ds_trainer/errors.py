@@ -1,0 +1,89 @@
+"""The exception tree. Every text has three parts: what was found, the rule, and the key to change."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class DsTrainerError(Exception):
+    """Base of all errors of this package."""
+
+
+class UserError(DsTrainerError):
+    """A fault that the user can mend: printed without a traceback, exit code 2.
+
+    Args:
+        found: What was found, with the offending values.
+        rule: The rule it breaks.
+        change: Which key, file or command to change, and to what.
+    """
+
+    def __init__(self, found: str, rule: str, change: str) -> None:
+        self.found, self.rule, self.change = found, rule, change
+        self.agreed = False
+        """True once every rank raises this same error, so that one voice is enough."""
+        super().__init__(f"{found}\n  rule:   {rule}\n  change: {change}")
+
+    def __reduce__(self) -> tuple:
+        return type(self), (self.found, self.rule, self.change)
+
+
+class ConfigError(UserError):
+    """A key, a value, or a combination of keys in the run's JSON is wrong."""
+
+
+class ConfigErrors(ConfigError):
+    """Every fault of one config, reported together.
+
+    Args:
+        errors: The single faults, in the order of the config.
+    """
+
+    def __init__(self, errors: list[ConfigError]) -> None:
+        self.errors = errors
+        self.agreed = False
+        Exception.__init__(self, "\n\n".join(str(e) for e in errors))
+
+    def __reduce__(self) -> tuple:
+        return type(self), (self.errors,)
+
+
+class DataError(UserError):
+    """A data file, a record or a token is wrong."""
+
+
+class ModelError(UserError):
+    """A checkpoint is missing, unreadable, or does not fit the run."""
+
+
+class MachineError(UserError):
+    """The machine lacks something: a compiler, libaio, disk, memory, a device."""
+
+
+class EngineError(UserError):
+    """What the engine set up is not what the config asked for."""
+
+
+class NonFiniteError(UserError):
+    """A loss or a gradient became NaN or infinite; raised before the weights were touched."""
+
+
+@contextmanager
+def exit_on_user_error(debug: bool = False) -> Iterator[None]:
+    """Turns a `UserError` into its text on stderr and exit code 2, once per node where all ranks raise the same.
+
+    Args:
+        debug: Let the traceback through instead.
+    """
+    try:
+        yield
+    except UserError as error:
+        if debug:
+            raise
+        same_everywhere = error.agreed or isinstance(error, ConfigError)
+        if not same_everywhere or os.environ.get("LOCAL_RANK", "0") == "0":
+            print(f"\nerror: {error}", file=sys.stderr, flush=True)
+        sys.exit(2)

@@ -1,0 +1,1 @@
+"""Executors: how the micro-batches of one step run on an engine."""

@@ -1,0 +1,73 @@
+"""Micro-batches one after the other, gradients accumulated: the executor of every layout without a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from ds_trainer.engines.base import Engine
+from ds_trainer.loss import Batch, LossFunction
+from ds_trainer.mesh.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class StepLoss:
+    """The loss of one step.
+
+    Args:
+        loss_sum: Sum of the losses of all label tokens, over all ranks.
+        num_tokens: Label tokens of the step, over all ranks.
+        seen_tokens: Tokens of the step that are not padding, over all ranks.
+        bad_microbatches: This rank's micro-batches whose loss was not finite.
+    """
+
+    loss_sum: float
+    num_tokens: int
+    seen_tokens: int
+    bad_microbatches: tuple[int, ...]
+
+    @property
+    def mean(self) -> float:
+        """Loss per label token; nan where the step has none."""
+        return self.loss_sum / self.num_tokens if self.num_tokens else float("nan")
+
+
+def run_accumulate(microbatches: Iterable[Batch], engine: Engine, loss: LossFunction, mesh: Mesh) -> StepLoss:
+    """Runs forward and backward of every micro-batch of one step.
+
+    Every rank passes the same number of micro-batches. A step without any label token runs nothing.
+
+    Comm: one all-reduce of two numbers before the first forward, one of the loss after the last backward, both over the
+        data ranks; and the gradients, as the engine reduces them.
+    """
+    batches = [to_device(batch, mesh.device) for batch in microbatches]
+    counts = [loss.num_tokens(batch) for batch in batches]
+    total, seen = (int(n) for n in mesh.sum(sum(counts), sum(seen_tokens(b) for b in batches)))
+    if total == 0:
+        return StepLoss(0.0, 0, seen, ())
+    local_sum = torch.zeros((), dtype=torch.float64, device=mesh.device)
+    sums = []
+    for index, batch in enumerate(batches):
+        with engine.microbatch(is_last=index == len(batches) - 1):
+            outputs = engine.forward(**loss.inputs(batch))
+            loss_sum = loss.loss_sum(outputs, batch, total)
+            del outputs
+            engine.backward(loss_sum / total)
+        sums.append(loss_sum.detach())
+        local_sum += sums[-1].double()
+    bad = tuple(i for i, value in enumerate(sums) if not torch.isfinite(value))
+    return StepLoss(mesh.sum(local_sum.item())[0], total, seen, bad)
+
+
+def to_device(batch: Batch, device: torch.device) -> dict:
+    """The batch with its tensors on the device."""
+    return {k: v.to(device, non_blocking=True) if torch.is_tensor(v) else v for k, v in batch.items()}
+
+
+def seen_tokens(batch: Batch) -> int:
+    """Tokens of a batch that are not padding; its first tensor's elements where it has no attention mask."""
+    if "attention_mask" in batch:
+        return int(batch["attention_mask"].sum())
+    return next((value.numel() for value in batch.values() if torch.is_tensor(value)), 0)

@@ -1,0 +1,46 @@
+"""A logger that speaks once per run, from rank 0, and knows its rank from the launcher's variables alone."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+
+_seen: set[str] = set()
+
+
+def rank() -> int:
+    """Global rank of this process as the launcher states it; 0 for a plain process."""
+    return int(os.environ.get("RANK", "0"))
+
+
+class _RankFilter(logging.Filter):
+    """Lets rank 0 speak at every level and other ranks from ERROR up."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """True when this record is to be written by this rank."""
+        return rank() == 0 or record.levelno >= logging.ERROR or getattr(record, "all_ranks", False)
+
+
+def get_logger(name: str = "ds_trainer") -> logging.Logger:
+    """The package's logger: rank 0 only, one line per message, on stderr.
+
+    A record sent with ``extra={"all_ranks": True}`` is written by every rank.
+    """
+    logger = logging.getLogger(name)
+    root = logging.getLogger("ds_trainer")
+    if not root.handlers:
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(logging.Formatter("[ds_trainer] %(message)s"))
+        handler.addFilter(_RankFilter())
+        root.addHandler(handler)
+        root.setLevel(logging.INFO)
+        root.propagate = False
+    return logger
+
+
+def warn_once(message: str) -> None:
+    """Warns about one thing once per run."""
+    if message not in _seen:
+        _seen.add(message)
+        get_logger().warning("warning: %s", message)

@@ -1,0 +1,121 @@
+"""The loss rule: sums of token losses, divided once by the label tokens of the whole step.
+
+Legend: B samples, T positions, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+
+IGNORE_INDEX = -100
+
+Batch = Mapping[str, Any]
+
+
+class LossFunction(Protocol):
+    """Loss of one micro-batch, as a sum that the executor divides by the step's label tokens."""
+
+    def num_tokens(self, batch: Batch) -> int:
+        """Label tokens of this micro-batch."""
+
+    def inputs(self, batch: Batch) -> dict[str, Any]:
+        """What the model's forward is called with."""
+
+    def loss_sum(self, outputs: Any, batch: Batch, step_tokens: int) -> torch.Tensor:
+        """Sum of the losses of this micro-batch's label tokens.
+
+        Args:
+            outputs: What the model returned.
+            batch: The micro-batch.
+            step_tokens: Label tokens of the whole step, over all micro-batches and ranks.
+        """
+
+
+def shifted_labels(labels_BT: torch.Tensor) -> torch.Tensor:
+    """Labels moved one position to the left, so that logits at t are held against the token at t + 1."""
+    return F.pad(labels_BT[..., 1:], (0, 1), value=IGNORE_INDEX)
+
+
+class CausalLMLoss:
+    """Cross entropy of next tokens, computed in fp32 from the logits.
+
+    Args:
+        label_smoothing: Weight of the uniform distribution in the target (Szegedy et al. 2016, section 7).
+    """
+
+    def __init__(self, label_smoothing: float = 0.0) -> None:
+        self.label_smoothing = label_smoothing
+
+    def num_tokens(self, batch: Batch) -> int:
+        """Labels other than -100, the first position left out: nothing predicts it."""
+        return int((batch["labels"][..., 1:] != IGNORE_INDEX).sum())
+
+    def inputs(self, batch: Batch) -> dict[str, Any]:
+        """Everything but the labels: the loss is ours."""
+        return {key: value for key, value in batch.items() if key != "labels"}
+
+    def loss_sum(self, outputs: Any, batch: Batch, step_tokens: int) -> torch.Tensor:
+        """Sum over the label tokens of this micro-batch."""
+        logits_BTV = outputs["logits"].float()
+        return F.cross_entropy(
+            logits_BTV.flatten(0, -2),
+            shifted_labels(batch["labels"]).flatten(),
+            ignore_index=IGNORE_INDEX,
+            reduction="sum",
+            label_smoothing=self.label_smoothing,
+        )
+
+
+class ModelOwnLoss:
+    """The loss that a model's forward returns, taken as the mean over its labels other than -100.
+
+    That is what transformers' models return outside causal language modelling; the sum is the mean times the count.
+    """
+
+    def num_tokens(self, batch: Batch) -> int:
+        """Labels other than -100 (floating-point labels count by sample)."""
+        labels = batch["labels"]
+        if labels.is_floating_point():
+            return labels.shape[0]
+        return int((labels != IGNORE_INDEX).sum())
+
+    def inputs(self, batch: Batch) -> dict[str, Any]:
+        """The whole batch, labels included."""
+        return dict(batch)
+
+    def loss_sum(self, outputs: Any, batch: Batch, step_tokens: int) -> torch.Tensor:
+        """The returned mean times this micro-batch's count."""
+        count = self.num_tokens(batch)
+        # A mean over no label is 0/0; the graph is kept so that every rank runs a backward.
+        return outputs["loss"] * count if count else outputs["logits"].sum() * 0.0
+
+
+class UserLoss:
+    """A user's `compute_loss_func(outputs, labels, num_items_in_batch=...)`, as in the Hugging Face Trainer.
+
+    It returns a sum of token losses divided by `num_items_in_batch`, the label tokens of the whole step over all ranks.
+
+    Args:
+        function: The user's function.
+        counts_like: Loss whose counting of label tokens applies.
+    """
+
+    def __init__(self, function: Callable[..., torch.Tensor], counts_like: LossFunction) -> None:
+        self.function = function
+        self.counts_like = counts_like
+
+    def num_tokens(self, batch: Batch) -> int:
+        """Label tokens as the model kind counts them."""
+        return self.counts_like.num_tokens(batch)
+
+    def inputs(self, batch: Batch) -> dict[str, Any]:
+        """Everything but the labels, which go to the function."""
+        return {key: value for key, value in batch.items() if key != "labels"}
+
+    def loss_sum(self, outputs: Any, batch: Batch, step_tokens: int) -> torch.Tensor:
+        """The function's share of the step's mean, times the step's tokens."""
+        return self.function(outputs, batch["labels"], num_items_in_batch=step_tokens) * step_tokens

@@ -1,0 +1,34 @@
+"""Ranks agree on an error before the next collective, so that a fault on one rank ends all with that rank's text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ds_trainer.errors import UserError
+from ds_trainer.mesh.mesh import Mesh
+
+
+@contextmanager
+def agreed(mesh: Mesh) -> Iterator[None]:
+    """Runs a block that may fail on some ranks; afterwards all ranks go on, or all raise the first failing rank's error.
+
+    Comm: one gather of a small object over the data ranks at the end of the block.
+
+    Raises:
+        UserError: The error of the lowest rank that raised one, its text naming that rank where others did not fail.
+    """
+    mine: UserError | None = None
+    try:
+        yield
+    except UserError as error:
+        mine = error
+    errors = mesh.gather_objects(mine)
+    failed = [rank for rank, error in enumerate(errors) if error is not None]
+    if not failed:
+        return
+    error = mine if mine is not None and failed[0] == mesh.grid.rank else errors[failed[0]]
+    if len(failed) < len(errors):
+        error.args = (f"on rank {failed[0]}: {error.args[0]}",)
+    error.agreed = True
+    raise error

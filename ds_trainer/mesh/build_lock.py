@@ -1,0 +1,120 @@
+"""Who is compiling an op, and what a process that died while compiling left behind.
+
+Two locks meet here. Ours is an `flock` on one file in the extensions folder: the kernel frees it when its holder dies,
+so it is never stale. torch's is a file `lock` in each op's folder (`torch.utils.file_baton`): a process killed while it
+compiles leaves it, and every later process waits for it for ever without a word.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from ds_trainer.errors import MachineError
+from ds_trainer.log import get_logger
+
+_POLL_S = 0.2
+
+
+@dataclass
+class BuildLock:
+    """The right to compile in one extensions folder, held.
+
+    Args:
+        path: The lock file; it names the op being compiled, and by whom.
+        unfinished: The op that the last holder began and did not finish; "" if there is none.
+    """
+
+    path: Path
+    unfinished: str
+
+    def begin(self, op: str) -> None:
+        """Notes that this process compiles `op`; the note outlives a process that is killed."""
+        self.path.write_text(json.dumps({"op": op, "pid": os.getpid(), "host": socket.gethostname()}))
+
+    def end(self) -> None:
+        """Removes the note: the op is whole."""
+        self.path.write_text("")
+        self.unfinished = ""
+
+
+@contextmanager
+def build_lock(folder: Path) -> Iterator[BuildLock]:
+    """Holds the right to compile in `folder`, waiting for another process of ours that has it, and saying so."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "ds_trainer.lock"
+    with path.open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            note = _read(path)
+            if note:
+                get_logger().info("waiting for process %(pid)d on %(host)s, which compiles DeepSpeed's %(op)s", note)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield BuildLock(path, _read(path).get("op", ""))
+
+
+def clear_torch_lock(lock: Path, known_dead: bool, grace_s: float | None = None) -> None:
+    """Waits for torch's lock file of one op while its holder lives; removes one left by a dead process, or reports it.
+
+    Args:
+        lock: The lock file, which need not exist.
+        known_dead: A process of ours is known to have left it.
+        grace_s: Remove a lock of unknown origin that is still there after so many seconds; None: report it.
+
+    Raises:
+        MachineError: The lock is of unknown origin.
+    """
+    said = False
+    while lock.exists() and (holder := lock_holder(lock)) is not None:
+        if not said:
+            get_logger().info("waiting for process %d, which holds %s", holder.pid, lock)
+            said = True
+        time.sleep(_POLL_S)
+    if not known_dead and grace_s is None and lock.exists():
+        raise MachineError(
+            f"{lock} exists, and no process on this machine holds it",
+            "torch holds this file while it compiles an op; a process that was killed leaves it, "
+            "and the next one would wait for ever",
+            f"if nothing on another machine or in another container compiles there, delete it: rm {lock}",
+        )
+    deadline = time.monotonic() + (0.0 if known_dead or grace_s is None else grace_s)
+    while lock.exists() and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+    if lock.exists():
+        lock.unlink(missing_ok=True)
+        get_logger().info("removed %s, left by a process that was killed", lock, extra={"all_ranks": True})
+
+
+def lock_holder(lock: Path) -> psutil.Process | None:
+    """The process on this machine that holds torch's lock, if one is seen.
+
+    torch keeps the file open while it holds it, and the compilers it starts work in the op's folder.
+    """
+    path, folder = str(lock.resolve()), str(lock.parent.resolve())
+    for process in psutil.process_iter():
+        try:
+            if process.cwd() == folder or any(opened.path == path for opened in process.open_files()):
+                return process
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+    return None
+
+
+def stale_locks(folder: Path) -> list[Path]:
+    """Lock files of torch below `folder` that no process on this machine holds."""
+    return [lock for lock in sorted(folder.glob("*/lock")) if lock_holder(lock) is None]
+
+
+def _read(path: Path) -> dict:
+    text = path.read_text()
+    return json.loads(text) if text else {}

@@ -1,0 +1,118 @@
+"""Swap folders on an NVMe drive: one per run and rank, removed when the run ends or, if it was killed, at the next start.
+
+DeepSpeed puts `zero_stage_3/optimizer/rank<r>` and `zero_stage_3/<dtype>params/rank<r>` below the path it is given and never
+removes either: two jobs on one path would read each other's files, and a drive would fill up run by run.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import shutil
+import socket
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import psutil
+
+from ds_trainer.errors import MachineError
+from ds_trainer.log import get_logger
+
+_PREFIX = "ds_trainer-"
+_OWNER = "owner.json"
+
+
+@dataclass(frozen=True)
+class Owner:
+    """The process that a swap folder belongs to.
+
+    Args:
+        host: Name of its machine.
+        pid: Its number there.
+        started: When it started, in seconds since the epoch: a number may be given to another process later.
+    """
+
+    host: str
+    pid: int
+    started: float
+
+    @classmethod
+    def this_process(cls) -> Owner:
+        """The owner that this process is."""
+        return cls(socket.gethostname(), os.getpid(), psutil.Process().create_time())
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether the process is known to have ended; never true of another machine's."""
+        if self.host != socket.gethostname():
+            return False
+        try:
+            return abs(psutil.Process(self.pid).create_time() - self.started) > 1.0
+        except psutil.NoSuchProcess:
+            return True
+
+
+class SwapFolder:
+    """The folder `<nvme_path>/ds_trainer-<run id>/rank<r>` of one rank, and its removal.
+
+    Leftovers of runs on this machine whose process is dead are removed first.
+
+    Args:
+        nvme_path: Folder on the drive; made if need be.
+        run_id: Name of the run, the same on all its ranks and of no other live run.
+        rank: Global rank.
+
+    Raises:
+        MachineError: A live process owns the folder already.
+    """
+
+    def __init__(self, nvme_path: str | os.PathLike, run_id: str, rank: int) -> None:
+        root = Path(nvme_path)
+        remove_leftovers(root)
+        self.path = root / f"{_PREFIX}{run_id}" / f"rank{rank}"
+        """What DeepSpeed is given as its `nvme_path`."""
+        try:
+            self.path.mkdir(parents=True)
+        except FileExistsError:
+            raise MachineError(
+                f"{self.path} exists already",
+                "each run and rank swaps to a folder of its own",
+                f"wait for the run that owns it to end, or remove it if that run is gone: rm -r {self.path}",
+            ) from None
+        (self.path / _OWNER).write_text(json.dumps(asdict(Owner.this_process())))
+        self._pid = os.getpid()
+        atexit.register(self.close)
+
+    def close(self) -> None:
+        """Removes the folder; may be called twice, and does nothing in a forked child."""
+        if os.getpid() == self._pid:
+            atexit.unregister(self.close)
+            _remove(self.path)
+
+
+def remove_leftovers(nvme_path: Path) -> None:
+    """Removes the swap folders of dead processes below `nvme_path`, and says so."""
+    for folder, owner in _owned_folders(nvme_path):
+        if owner.is_dead:
+            _remove(folder)
+            get_logger().info("removed %s, left by process %d, which is gone", folder, owner.pid)
+
+
+def _owned_folders(nvme_path: Path) -> Iterator[tuple[Path, Owner]]:
+    """Every rank's swap folder below `nvme_path` that names its owner."""
+    for file in sorted(nvme_path.glob(f"{_PREFIX}*/rank*/{_OWNER}")):
+        try:
+            yield file.parent, Owner(**json.loads(file.read_text()))
+        except (FileNotFoundError, json.JSONDecodeError):
+            continue  # Another rank is removing it, or its owner is writing it right now.
+
+
+def _remove(folder: Path) -> None:
+    """Removes a rank's folder, and the run's when it was the last one in it."""
+    shutil.rmtree(folder, ignore_errors=True)
+    try:
+        folder.parent.rmdir()
+    except OSError:
+        return  # Other ranks of that run still have theirs.

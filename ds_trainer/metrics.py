@@ -1,0 +1,175 @@
+"""What one line of `metrics.jsonl` holds, and how a logging window becomes such a line. Pure.
+
+A run's file has two kinds of lines: training lines carry the keys of `StepMetrics`, evaluation lines those of
+`EvalMetrics`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """One logging window: the optimizer steps since the line before.
+
+    Args:
+        step: Optimizer steps taken so far.
+        epoch: Passes over the training data so far, with a fraction.
+        loss: Token mean of the loss over every rank and step of the window; None when no step had a label token.
+        lr: Learning rate of the last step.
+        grad_norm: Global gradient norm of the last step, before clipping.
+        num_tokens: Label tokens of the window, over all ranks.
+        tokens: Tokens of the window that are not padding, over all ranks.
+        tokens_per_s: `tokens` per second of wall time, over all ranks.
+        samples_per_s: Samples per second of wall time, over all ranks.
+        step_s: Mean wall time of a step, the wait for data included.
+        input_wait_s: Mean wall time that a step waited for data.
+        skipped: Steps of the window that updated nothing because loss or gradient was not finite.
+        memory_bytes: Peak memory of this rank's device; of this process where the device is the CPU.
+    """
+
+    step: int
+    epoch: float
+    loss: float | None
+    lr: float
+    grad_norm: float
+    num_tokens: int
+    tokens: int
+    tokens_per_s: float
+    samples_per_s: float
+    step_s: float
+    input_wait_s: float
+    skipped: int
+    memory_bytes: int
+
+
+@dataclass(frozen=True)
+class EvalMetrics:
+    """One pass over the evaluation data.
+
+    Args:
+        step: Optimizer steps taken before it; 0 for the evaluation at the start.
+        eval_loss: Token mean of the loss over the whole evaluation data.
+        eval_num_tokens: Label tokens in the evaluation data.
+        eval_s: Wall time of the pass.
+        extra: Further metrics by name, as `compute_metrics` returned them.
+    """
+
+    step: int
+    eval_loss: float
+    eval_num_tokens: int
+    eval_s: float
+    extra: dict[str, float]
+
+
+class WindowMean:
+    """Gathers the steps of one logging window.
+
+    The loss is weighted by label tokens: in a mean of the steps' means a short step would say as much as a long one.
+
+    Example:
+        >>> window = WindowMean()
+        >>> window.add(loss_sum=30.0, num_tokens=10, tokens=20, samples=4, step_s=1.0, input_wait_s=0.1)
+        >>> window.add(loss_sum=10.0, num_tokens=10, tokens=20, samples=4, step_s=1.0, input_wait_s=0.1)
+        >>> window.take(step=2, epoch=0.5, lr=1e-4, grad_norm=0.7, memory_bytes=0).loss
+        2.0
+    """
+
+    def __init__(self) -> None:
+        self._reset()
+
+    def _reset(self) -> None:
+        self._steps = self._skipped = self._num_tokens = self._tokens = self._samples = 0
+        self._loss_sum = self._step_s = self._input_wait_s = 0.0
+
+    def add(
+        self,
+        *,
+        loss_sum: float,
+        num_tokens: int,
+        tokens: int,
+        samples: int,
+        step_s: float,
+        input_wait_s: float,
+        skipped: bool = False,
+    ) -> None:
+        """Adds one optimizer step; every count and sum is that of all ranks together.
+
+        A skipped step counts in the throughput and in `skipped`; its loss, which may be NaN, stays out of the mean.
+        """
+        self._steps += 1
+        self._tokens += tokens
+        self._samples += samples
+        self._step_s += step_s
+        self._input_wait_s += input_wait_s
+        if skipped:
+            self._skipped += 1
+        else:
+            self._loss_sum += loss_sum
+            self._num_tokens += num_tokens
+
+    def take(self, *, step: int, epoch: float, lr: float, grad_norm: float, memory_bytes: int) -> StepMetrics:
+        """Closes the window and starts the next one; at least one step must have been added."""
+        metrics = StepMetrics(
+            step=step,
+            epoch=epoch,
+            loss=self._loss_sum / self._num_tokens if self._num_tokens else None,
+            lr=lr,
+            grad_norm=grad_norm,
+            num_tokens=self._num_tokens,
+            tokens=self._tokens,
+            tokens_per_s=self._tokens / self._step_s,
+            samples_per_s=self._samples / self._step_s,
+            step_s=self._step_s / self._steps,
+            input_wait_s=self._input_wait_s / self._steps,
+            skipped=self._skipped,
+            memory_bytes=memory_bytes,
+        )
+        self._reset()
+        return metrics
+
+
+class MetricsWriter:
+    """Writes a run's metrics as JSON lines, each one on disk before the next step begins.
+
+    Args:
+        path: File to write; one left by an earlier run is replaced.
+    """
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("w", encoding="utf-8")
+
+    def write(self, metrics: StepMetrics | EvalMetrics) -> None:
+        """Appends one line; a number that is not finite, which JSON lacks, becomes null."""
+        line = asdict(metrics)
+        line |= line.pop("extra", {})
+        self._file.write(json.dumps({key: _finite(value) for key, value in line.items()}, allow_nan=False) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+    def __enter__(self) -> MetricsWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is None or math.isfinite(value) else None
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The lines of a metrics file, in order."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]

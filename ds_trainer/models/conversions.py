@@ -1,0 +1,149 @@
+"""Checkpoint names and shapes are not always the model's: transformers renames, merges and splits tensors on load.
+
+A recipe says which tensors go into which, both ways, without touching a value; the operations are transformers' own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from copy import deepcopy
+from dataclasses import dataclass, field
+
+import torch
+from accelerate import init_empty_weights
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    PrefixChange,
+    WeightConverter,
+    WeightRenaming,
+    WeightTransform,
+    apply_converters,
+    apply_renamings,
+    dot_natural_key,
+    rename_source_key,
+)
+
+
+@dataclass
+class Recipe:
+    """How one group of tensors is made from another.
+
+    Args:
+        target: Name of the tensor made; the first one where a converter makes several.
+        converter: What merges, splits or transposes; None for a tensor that only changes its name.
+        rename: Applied to the names that the converter gives.
+        sources: Pattern of the converter and name, for each tensor that goes in, in transformers' order.
+    """
+
+    target: str
+    converter: WeightConverter | None
+    rename: Callable[[str], str] = str
+    sources: list[tuple[str, str]] = field(default_factory=list)
+
+    @property
+    def operations(self) -> str:
+        """The converter's operations, for people; empty for a rename."""
+        return ", ".join(type(op).__name__ for op in self.converter.operations) if self.converter else ""
+
+    def run(self, get: Callable[[str], torch.Tensor], model: PreTrainedModel) -> dict[str, torch.Tensor]:
+        """Makes the tensors.
+
+        Args:
+            get: Returns the value of a source.
+            model: Model on meta whose parameters have the shapes that some operations look up.
+
+        Returns:
+            Name -> tensor; values on meta give shapes only.
+        """
+        if self.converter is None:
+            return {self.target: get(self.sources[0][1])}
+        converter = deepcopy(self.converter)
+        for pattern, name in self.sources:
+            converter.add_tensor(self.target, name, pattern, get(name))  # type: ignore[arg-type]  # Tensors are taken too.
+        made = converter.convert(self.target, model=model, config=model.config)
+        return {self.rename(name): t[0] if isinstance(t, list) else t for name, t in made.items()}
+
+
+def empty_twin(model: PreTrainedModel) -> PreTrainedModel:
+    """A model of the same class and config, parameters on meta and ties in place.
+
+    An engine may have cut the parameters of `model` itself to this rank's shards, so that their shapes say nothing.
+    """
+    with init_empty_weights(include_buffers=False):
+        twin = type(model)(deepcopy(model.config))
+    twin.tie_weights()
+    return twin
+
+
+def load_recipes(twin: PreTrainedModel, names: Iterable[str]) -> tuple[list[Recipe], list[str], list[WeightTransform]]:
+    """How the model's tensors are made from a checkpoint's.
+
+    Args:
+        twin: The model, on meta.
+        names: Names in the checkpoint.
+
+    Returns:
+        The recipes, the checkpoint names that the model has no place for, and the transforms that matched, which an
+        export reverts.
+    """
+    known = twin.state_dict()
+    transforms = get_model_conversion_mapping(twin)
+    renamings, converters, by_pattern = _sort(transforms)
+    recipes: dict[str, Recipe] = {}
+    unexpected: list[str] = []
+    prefix = twin.base_model_prefix
+    for name in sorted(names, key=dot_natural_key):
+        target, pattern = rename_source_key(name, renamings, converters, prefix, known)
+        if target not in known and name in known:
+            target, pattern = name, None
+        if target not in known:
+            unexpected.append(name)
+            continue
+        converter = None if pattern is None else by_pattern[pattern]
+        recipes.setdefault(target, Recipe(target, converter)).sources.append((pattern or name, name))
+    return list(recipes.values()), unexpected, [t for t in transforms if t.was_used()]
+
+
+def export_recipes(model: PreTrainedModel, names: Iterable[str]) -> list[Recipe]:
+    """How a checkpoint's tensors are made from the model's: the way back of what was done on load.
+
+    Args:
+        model: The model; its class and, if it came from a checkpoint, that checkpoint's transforms are looked up.
+        names: Names in the model, a tied tensor once.
+    """
+    transforms = getattr(model, "_weight_conversions", None)
+    if transforms is None:  # Built from a config: no checkpoint says whether names had a prefix or a legacy form.
+        transforms = get_model_conversion_mapping(model, add_legacy=False)
+        transforms = [t for t in transforms if not isinstance(t, PrefixChange)]
+    renamings, converters, by_pattern = _sort([t.reverse_transform() for t in reversed(transforms)])
+
+    def rename(name: str) -> str:
+        return apply_renamings(name, renamings)
+
+    recipes: dict[str, Recipe] = {}
+    for name in sorted(names, key=dot_natural_key):
+        target, pattern = apply_converters(name, converters)
+        if pattern is None:
+            recipe = Recipe(rename(name), None)
+        else:
+            recipe = recipes.get(target) or Recipe(target, by_pattern[pattern], rename)
+        recipe.sources.append((pattern or name, name))
+        recipes[recipe.target] = recipe
+    return list(recipes.values())
+
+
+def _sort(
+    transforms: list[WeightTransform],
+) -> tuple[list[WeightRenaming], list[WeightConverter], dict[str, WeightConverter]]:
+    converters = [t for t in transforms if isinstance(t, WeightConverter)]
+    renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
+    return renamings, converters, {pattern: c for c in converters for pattern in c.source_patterns}
+
+
+def tied_groups(model: torch.nn.Module) -> list[list[str]]:
+    """Names of each parameter that has more than one."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return [group for group in names.values() if len(group) > 1]

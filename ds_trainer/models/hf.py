@@ -1,0 +1,142 @@
+"""Builds a Hugging Face model as a skeleton, parameters on meta, and sets it up for training."""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from accelerate import init_empty_weights
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.models.auto.auto_factory import _BaseAutoModelClass
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from ds_trainer.config.schema import ModelConfig
+from ds_trainer.errors import ConfigError, ModelError
+from ds_trainer.log import get_logger
+from ds_trainer.models.hub import resolve_folder
+
+
+def build_skeleton(folder: str, model_config: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """The checkpoint's model without its values, in training mode.
+
+    Parameters are on meta; buffers, such as rotary frequencies that no checkpoint holds, are computed here and real.
+
+    Args:
+        folder: The checkpoint.
+        model_config: The config's model section.
+        dtype: Format of the parameters.
+
+    Raises:
+        ConfigError: `model.auto_class` is not an auto class of transformers.
+        ModelError: Transformers cannot build the model, or it has a setting that training here does not support.
+    """
+    auto_class = _auto_class(model_config.auto_class)
+    options: dict[str, Any] = {"trust_remote_code": model_config.trust_remote_code}
+    if model_config.attn_implementation is not None:
+        options["attn_implementation"] = model_config.attn_implementation
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=model_config.trust_remote_code)
+        _refuse_quantized(config, folder)
+        with init_empty_weights(include_buffers=False):
+            model = auto_class.from_config(config, dtype=dtype, **options)
+    except (ValueError, ImportError, OSError) as error:
+        raise ModelError(
+            f"transformers {transformers.__version__} cannot build the model of {folder}: {error}",
+            "the checkpoint's class must be known, its code trusted, and the attention implementation installed",
+            "see model.path, model.auto_class, model.trust_remote_code and model.attn_implementation",
+        ) from error
+    model.tie_weights()  # Moving parameters to meta one by one has made two of each tied one.
+    if model.can_generate() and Path(folder, "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    prepare_for_training(model, model_config)
+    return model
+
+
+def prepare_for_training(model: PreTrainedModel, model_config: ModelConfig) -> None:
+    """Puts a model, skeleton or not, in training mode: no key-value cache, activation checkpointing as configured.
+
+    Raises:
+        ModelError: Its loss is not linear in the batch, or it cannot recompute activations.
+    """
+    _refuse_router_loss(model)
+    if not hasattr(model, "source_use_cache"):  # What an export writes back.
+        model.source_use_cache = getattr(model.config.get_text_config(), "use_cache", True)  # type: ignore[assignment]
+    set_use_cache(model.config, False)
+    if model_config.gradient_checkpointing:
+        # Named gradient_checkpointing_enable before transformers 5.24.
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        try:
+            enable({"use_reentrant": False})
+        except ValueError as error:
+            raise ModelError(
+                f"{type(model).__name__}: {error}",
+                "activations are recomputed by the model's own layers, which must support it",
+                "set model.gradient_checkpointing to false",
+            ) from error
+        get_logger().info("activations are recomputed in the backward pass; the key-value cache is off")
+    model.train()
+
+
+def set_use_cache(config: Any, value: bool) -> None:
+    """Sets `use_cache` of a config and of its text part, where they have one."""
+    for part in (config, config.get_text_config()):
+        if hasattr(part, "use_cache"):
+            part.use_cache = value
+
+
+def load_tokenizer(model_config: ModelConfig, folder: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of the run: `model.tokenizer`, or the checkpoint's own.
+
+    Raises:
+        ModelError: There is none that transformers can read.
+    """
+    source = folder if model_config.tokenizer is None else resolve_folder(model_config.tokenizer)
+    try:
+        return AutoTokenizer.from_pretrained(source, trust_remote_code=model_config.trust_remote_code)
+    except (OSError, ValueError, ImportError, KeyError) as error:
+        raise ModelError(
+            f"{source} holds no tokenizer that transformers can read: {str(error).strip().splitlines()[0]}",
+            "text is cut into tokens by the checkpoint's tokenizer, or by the one that model.tokenizer names",
+            "set model.tokenizer to a folder or hub id with a tokenizer",
+        ) from error
+
+
+def is_causal_lm(model: torch.nn.Module) -> bool:
+    """Whether the model predicts each next token, so that its loss follows from logits and labels alone."""
+    name = type(model).__name__
+    return name.endswith("ForCausalLM") or name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+
+
+def _auto_class(name: str) -> Any:
+    found = getattr(transformers, name, None)
+    if isinstance(found, type) and issubclass(found, _BaseAutoModelClass):
+        return found
+    known = [n for n in dir(transformers) if n.startswith("AutoModel")]
+    raise ConfigError(
+        f"model.auto_class is {name!r}",
+        f"it must be an auto class of transformers {transformers.__version__}",
+        f"set model.auto_class to one such as {', '.join(get_close_matches(name, known) or ['AutoModelForCausalLM'])}",
+    )
+
+
+def _refuse_quantized(config: Any, folder: str) -> None:
+    if getattr(config, "quantization_config", None) is not None:
+        raise ModelError(
+            f"config.json of {folder} has a quantization_config",
+            "all parameters are trained, so they must be stored as floating-point numbers",
+            "set model.path to the checkpoint before quantization",
+        )
+
+
+def _refuse_router_loss(model: PreTrainedModel) -> None:
+    text = model.config.get_text_config()
+    coefficients = {k: v for k, v in text.to_dict().items() if k.endswith("aux_loss_coef") and v}
+    if getattr(text, "output_router_logits", False) and coefficients:
+        raise ModelError(
+            f"config.json has output_router_logits with {coefficients}",
+            "the load-balancing loss is not a sum over tokens, so it would change with the number of ranks",
+            "set output_router_logits to false in the checkpoint's config.json",
+        )

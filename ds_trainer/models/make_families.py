@@ -1,0 +1,38 @@
+"""Writes `families.json` from the installed transformers: `python -m ds_trainer.models.make_families`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from transformers import CONFIG_MAPPING
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+from transformers.core_model_loading import WeightConverter
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from ds_trainer.models.spec import CONFIG_KEYS
+
+TARGET = Path(__file__).with_name("families.json")
+
+
+def make_families() -> dict[str, dict[str, Any]]:
+    """Model type -> the fields of `ds_trainer.models.spec.Family`, for the whole causal-LM mapping."""
+    return {name: _family(name, cls) for name, cls in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items())}
+
+
+def _family(model_type: str, class_name: str | tuple[str, ...]) -> dict[str, Any]:
+    config_class = CONFIG_MAPPING[model_type]
+    names = {model_type, *((class_name,) if isinstance(class_name, str) else class_name)}
+    names |= {sub.model_type for sub in config_class.sub_configs.values() if hasattr(sub, "model_type")}
+    conversions = [c for name in names for c in get_checkpoint_conversion_mapping(name) or []]
+    kinds = {"merge" if isinstance(c, WeightConverter) else "rename" for c in conversions}
+    return {
+        "aliases": {k: v for k, v in config_class.attribute_map.items() if k in CONFIG_KEYS},
+        "tied": bool(getattr(config_class, "tie_word_embeddings", False)),
+        "conversion": min(kinds, default=None),
+    }
+
+
+if __name__ == "__main__":
+    TARGET.write_text(json.dumps(make_families(), indent=1, sort_keys=True) + "\n")

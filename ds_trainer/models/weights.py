@@ -1,0 +1,223 @@
+"""Reads a checkpoint's values under the model's names: only the rows that are asked for, one tensor at a time."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import nn
+from transformers import PreTrainedModel
+
+from ds_trainer.errors import ModelError
+from ds_trainer.layout import rows_covering
+from ds_trainer.log import warn_once
+from ds_trainer.models.conversions import Recipe, empty_twin, load_recipes, tied_groups
+from ds_trainer.models.source import WeightSource
+from ds_trainer.models.spec import pickled_files, read_headers, safetensors_files
+
+_ROWS_COMPARED_AT_ONCE = 1024
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """A tensor in a file that is mapped into memory; indexing `data` touches only the pages of those rows."""
+
+    shape: tuple[int, ...]
+    data: Any
+
+    def whole(self) -> torch.Tensor:
+        return self.data[...]
+
+    def flat(self, start: int, stop: int) -> torch.Tensor:
+        """Elements `start` to `stop` of the row-major flattened tensor."""
+        if not self.shape:
+            return self.whole().view(1)[start:stop]
+        first, last = rows_covering(self.shape, start, stop)
+        offset = first * prod(self.shape[1:])
+        return self.data[first:last].flatten()[start - offset : stop - offset]
+
+
+class CheckpointWeights:
+    """A `WeightSource` over a Hugging Face folder.
+
+    Args:
+        folder: The checkpoint.
+        model: Skeleton that the values are for. Its `_weight_conversions` is set, so that an export writes the names
+            that this checkpoint uses.
+        allow_pickle: Read `pytorch_model.bin` where there are no safetensors.
+
+    Raises:
+        ModelError: The checkpoint lacks a tensor, holds one of another shape or two different values for a tied one, is
+            truncated, or is pickled and `allow_pickle` is off.
+    """
+
+    def __init__(self, folder: str, model: PreTrainedModel, allow_pickle: bool = False) -> None:
+        self._folder = folder
+        self._twin = empty_twin(model)
+        self._files = (
+            _open_pickled(folder, allow_pickle) if not safetensors_files(folder) else _open_safetensors(folder)
+        )
+        recipes, unexpected, used = load_recipes(self._twin, self._files)
+        model._weight_conversions = used  # type: ignore[assignment]  # As transformers does on load.
+        self._recipes: dict[str, Recipe] = {}
+        shapes: dict[str, tuple[int, ...]] = {}
+        for recipe in recipes:
+            for name, tensor in recipe.run(self._on_meta, self._twin).items():
+                self._recipes[name], shapes[name] = recipe, tuple(tensor.shape)
+        self._check_shapes(shapes)
+        self._share_tied()
+        self._buffers = {n: b for n, b in model.named_buffers() if n in self._twin.state_dict()}
+        self._check_missing()
+        self.unexpected = _not_ignored(unexpected, _unexpected_patterns(self._twin))
+        if self.unexpected:
+            warn_once(f"{folder} holds tensors that {type(model).__name__} has no place for: {_some(self.unexpected)}")
+
+    def read(self, name: str, dtype: torch.dtype, flat: tuple[int, int] | None = None) -> torch.Tensor:
+        """The value of a parameter or persistent buffer, as in `ds_trainer.models.source.WeightSource`.
+
+        With `flat` a tensor that only changes its name on load is read by the rows that hold the range; one that is
+        merged, split or transposed is made whole and then cut.
+        """
+        recipe = self._recipes.get(name)
+        if recipe is None:  # A buffer that old checkpoints lack: its value follows from the config.
+            value = self._buffers[name]
+        elif recipe.converter is None:
+            stored = self._files[recipe.sources[0][1]]
+            return _own(stored.whole() if flat is None else stored.flat(*flat), dtype)
+        else:
+            if flat is not None:
+                warn_once(f"tensors made by {recipe.operations} on load are read whole by every rank, one at a time")
+            value = recipe.run(lambda source: self._files[source].whole(), self._twin)[name]
+        return _own(value if flat is None else value.flatten()[flat[0] : flat[1]], dtype)
+
+    def _on_meta(self, source: str) -> torch.Tensor:
+        return torch.empty(self._files[source].shape, device="meta")
+
+    def _check_shapes(self, shapes: dict[str, tuple[int, ...]]) -> None:
+        expected = {name: tuple(t.shape) for name, t in self._twin.state_dict().items()}
+        wrong = [
+            f"{name} {list(shape)} instead of {list(expected[name])}"
+            for name, shape in shapes.items()
+            if shape != expected[name]
+        ]
+        if wrong:
+            raise ModelError(
+                f"{self._folder} holds tensors of other shapes than its config.json announces: {_some(wrong)}",
+                "every tensor has the shape that the model's class gives it",
+                "set model.path to a checkpoint whose config.json and weights belong together",
+            )
+
+    def _share_tied(self) -> None:
+        """Lets every name of a tied parameter read the one tensor that the checkpoint holds."""
+        for names in tied_groups(self._twin):
+            present = [name for name in names if name in self._recipes]
+            for other in present[1:]:
+                if not self._equal(present[0], other):
+                    raise ModelError(
+                        f"config.json of {self._folder} ties {present[0]} and {other}, but their stored values differ",
+                        "a tied tensor has one value; taking either would silently drop the other",
+                        "set tie_word_embeddings to false in config.json, or remove the wrong tensor from the file",
+                    )
+            for name in names if present else []:
+                self._recipes[name] = self._recipes[present[0]]
+
+    def _equal(self, name: str, other: str) -> bool:
+        a, b = (self._files[self._recipes[n].sources[0][1]] for n in (name, other))
+        rows = range(0, a.shape[0], _ROWS_COMPARED_AT_ONCE)
+        return all(torch.equal(a.data[i : i + rows.step], b.data[i : i + rows.step]) for i in rows)
+
+    def _check_missing(self) -> None:
+        parameters = [name for name, _ in self._twin.named_parameters() if name not in self._recipes]
+        buffers = [name for name in self._buffers if name not in self._recipes]
+        missing = parameters + _not_ignored(buffers, self._twin._keys_to_ignore_on_load_missing or ())
+        if missing:
+            raise ModelError(
+                f"{self._folder} lacks {len(missing)} tensors of {type(self._twin).__name__}: {_some(missing)}",
+                "every parameter that is not tied to another is read from the checkpoint, none is made up",
+                "set model.path to a complete checkpoint, or model.auto_class to the class it was saved from",
+            )
+
+
+def load_full(model: nn.Module, weights: WeightSource, device: torch.device, dtype: torch.dtype) -> None:
+    """Fills a skeleton with whole tensors, one at a time; ties stay ties.
+
+    Args:
+        model: Skeleton, parameters on meta.
+        weights: Where the values are read from.
+        device: Where they go.
+        dtype: Format of the floating-point parameters.
+    """
+    for name, parameter in model.named_parameters():
+        value = weights.read(name, dtype if parameter.is_floating_point() else parameter.dtype).to(device)
+        # Swapping keeps the object, so every module that shares it stays tied.
+        torch.utils.swap_tensors(parameter, nn.Parameter(value, requires_grad=parameter.requires_grad))
+    fill_buffers(model, weights, device)
+
+
+def fill_buffers(model: nn.Module, weights: WeightSource, device: torch.device) -> None:
+    """Reads the persistent buffers and moves the others, which the skeleton has computed, to the device."""
+    persistent = model.state_dict().keys()
+    for name, buffer in list(model.named_buffers()):
+        parent, _, leaf = name.rpartition(".")
+        value = weights.read(name, buffer.dtype) if name in persistent else buffer
+        setattr(model.get_submodule(parent), leaf, value.to(device))
+
+
+def _own(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A copy that does not keep the file's mapping alive."""
+    return tensor.to(dtype, copy=True, memory_format=torch.contiguous_format)
+
+
+def _open_safetensors(folder: str) -> dict[str, _Stored]:
+    headers = read_headers(folder)
+    handles = {file: safe_open(Path(folder, file), framework="pt") for file in {t.file for t in headers.values()}}
+    return {name: _Stored(t.shape, handles[t.file].get_slice(name)) for name, t in headers.items()}
+
+
+def _open_pickled(folder: str, allowed: bool) -> dict[str, _Stored]:
+    files = pickled_files(folder)
+    if files and not allowed:
+        raise ModelError(
+            f"{folder} holds only pickled weights ({', '.join(files)})",
+            "pickled files can run code when they are read, so they are refused unless allowed",
+            "set model.allow_pickle to true if you trust them, or convert them to safetensors",
+        )
+    if not files:
+        read_headers(folder)  # Raises: no weights at all.
+    tensors: dict[str, torch.Tensor] = {}
+    for file in files:
+        try:
+            tensors |= torch.load(Path(folder, file), map_location="cpu", weights_only=True, mmap=True)
+        except (RuntimeError, EOFError, ValueError) as error:
+            raise ModelError(
+                f"{file} in {folder} cannot be read: {str(error).splitlines()[0]}",
+                "pickled weights are read without running code and without holding the file in memory",
+                "download the file again, or convert the checkpoint to safetensors",
+            ) from error
+    return {name: _Stored(tuple(t.shape), t) for name, t in tensors.items()}
+
+
+def _unexpected_patterns(model: PreTrainedModel) -> list[str]:
+    """What checkpoints may hold beyond the model: the class's own list, and buffers that older versions saved."""
+    buffers = " ".join(name for name, _ in model.named_buffers())
+    patterns = list(model._keys_to_ignore_on_load_unexpected or ())
+    if "rotary_emb.inv_freq" in buffers:
+        patterns.append(r"rotary_emb\.inv_freq")
+    if "position_ids" in buffers:
+        patterns.append(r"(^|\.)position_ids$")
+    return patterns
+
+
+def _not_ignored(names: Iterable[str], patterns: Iterable[str]) -> list[str]:
+    return [name for name in names if not any(re.search(pattern, name) for pattern in patterns)]
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(names[:10])
+    return shown if len(names) <= 10 else f"{shown} and {len(names) - 10} more"

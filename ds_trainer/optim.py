@@ -1,0 +1,107 @@
+"""Parameter groups, optimizers and the learning rate by step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from ds_trainer.config.resolved import ResolvedConfig
+from ds_trainer.config.schema import OptimizerConfig, ScheduleConfig
+
+
+def parameter_groups(
+    named: list[tuple[str, nn.Parameter]], shapes: Mapping[str, torch.Size], config: OptimizerConfig
+) -> list[dict]:
+    """Splits parameters into those with and those without weight decay.
+
+    Args:
+        named: Trainable parameters under their model names.
+        shapes: Full shapes by name: an engine may have replaced a parameter's data by an empty shard.
+        config: Optimizer section.
+
+    Returns:
+        Groups for a torch optimizer; an empty group is left out.
+    """
+    decayed = [(n, p) for n, p in named if config.decay_norms_and_biases or len(shapes[n]) > 1]
+    names = {n for n, _ in decayed}
+    plain = [(n, p) for n, p in named if n not in names]
+    groups = [(decayed, config.weight_decay), (plain, 0.0)]
+    return [{"params": [p for _, p in members], "weight_decay": decay} for members, decay in groups if members]
+
+
+def build_optimizer(groups: list[dict], resolved: ResolvedConfig) -> torch.optim.Optimizer:
+    """The optimizer class that fits where its state lives.
+
+    Source: AdamW, Loshchilov and Hutter 2019; Lion, Chen et al. 2023; Adafactor, Shazeer and Stern 2018.
+    """
+    config = resolved.config.optimizer
+    fused = {"fused": True} if resolved.optimizer_implementation == "torch_fused" else {}
+    if resolved.optimizer_implementation == "deepspeed_cpu":
+        return _deepspeed_cpu_optimizer(groups, config)
+    match config.name:
+        case "adamw":
+            return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, **fused)
+        case "adam":
+            return torch.optim.Adam(groups, lr=config.lr, betas=config.betas, eps=config.eps, **fused)
+        case "sgd":
+            return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, **fused)
+        case "adafactor":
+            return torch.optim.Adafactor(groups, lr=config.lr)
+        case "lion":
+            from lion_pytorch import Lion
+
+            return Lion(groups, lr=config.lr, betas=config.betas)
+
+
+def _deepspeed_cpu_optimizer(groups: list[dict], config: OptimizerConfig) -> torch.optim.Optimizer:
+    if config.name == "lion":
+        from deepspeed.ops.lion import DeepSpeedCPULion
+
+        return DeepSpeedCPULion(groups, lr=config.lr, betas=config.betas)
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    return DeepSpeedCPUAdam(
+        groups,
+        lr=config.lr,
+        betas=config.betas,
+        eps=config.eps,
+        adamw_mode=config.name == "adamw",
+        fp32_optimizer_states=True,
+    )
+
+
+def warmup_steps(config: ScheduleConfig, total_steps: int) -> int:
+    """Steps of linear warm-up: the key, or the ratio's share of all steps, rounded up as in transformers."""
+    if config.warmup_steps is not None:
+        return config.warmup_steps
+    return math.ceil((config.warmup_ratio or 0.0) * total_steps)
+
+
+def lr_factor(config: ScheduleConfig, step: int, total_steps: int) -> float:
+    """The learning rate of one optimizer step, as a share of the peak.
+
+    The first of the steps after the warm-up runs at the peak, and the step after the last would run at
+    `min_lr_ratio`, as with transformers' schedules.
+
+    Args:
+        config: Schedule section.
+        step: Optimizer step, counted from 0.
+        total_steps: Optimizer steps of the run.
+    """
+    warmup = warmup_steps(config, total_steps)
+    if step < warmup:
+        return step / warmup
+    floor = config.min_lr_ratio
+    if config.name == "constant":
+        return 1.0
+    begin = warmup
+    if config.name == "wsd":
+        begin = max(warmup, total_steps - math.ceil(config.decay_ratio * total_steps))
+        if step < begin:
+            return 1.0
+    progress = min(1.0, (step - begin) / max(1, total_steps - begin))
+    shape = 0.5 * (1.0 + math.cos(math.pi * progress)) if config.name == "cosine" else 1.0 - progress
+    return floor + (1.0 - floor) * shape

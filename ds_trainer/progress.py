@@ -1,0 +1,82 @@
+"""One progress bar on rank 0; where the output is no terminal, a plain line every few seconds instead."""
+
+from __future__ import annotations
+
+import sys
+import time
+from contextlib import ExitStack
+from types import TracebackType
+
+from tqdm import tqdm
+from tqdm.contrib.logging import logging_redirect_tqdm
+
+from ds_trainer.log import get_logger
+from ds_trainer.metrics import StepMetrics
+
+PLAIN_LINE_EVERY_S = 10.0
+
+
+def summary(metrics: StepMetrics) -> str:
+    """The numbers of one logging window on one line."""
+    loss = "-" if metrics.loss is None else f"{metrics.loss:.4f}"
+    parts = [
+        f"loss {loss}",
+        f"lr {metrics.lr:.2e}",
+        f"grad norm {metrics.grad_norm:.3g}",
+        f"{metrics.tokens_per_s:,.0f} tok/s",
+        f"input wait {metrics.input_wait_s / metrics.step_s:.0%}",
+        f"{metrics.memory_bytes / 1e9:.1f} GB",
+    ]
+    if metrics.skipped:
+        parts.append(f"skipped {metrics.skipped}")
+    return "  ".join(parts)
+
+
+class Progress:
+    """Shows how far a run is. Use as a context manager: log lines are then written above the bar and not through it.
+
+    Args:
+        total_steps: Optimizer steps of the run.
+        enabled: False where nothing is to be shown: on other ranks than 0, or when the config says so.
+    """
+
+    def __init__(self, total_steps: int, enabled: bool) -> None:
+        self._total = total_steps
+        self._plain = enabled and not sys.stderr.isatty()
+        self._bar = tqdm(
+            total=total_steps,
+            disable=not enabled or self._plain,
+            unit="step",
+            bar_format="{desc}{percentage:3.0f}%|{bar:16}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}] {postfix}",
+            dynamic_ncols=True,
+        )
+        self._started = time.monotonic()
+        self._last_line = -PLAIN_LINE_EVERY_S
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Progress:
+        self._stack.enter_context(self._bar)
+        if not self._bar.disable:
+            self._stack.enter_context(logging_redirect_tqdm([get_logger()]))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    def step(self) -> None:
+        """Counts one optimizer step."""
+        self._bar.update()
+
+    def show(self, metrics: StepMetrics) -> None:
+        """Shows the numbers of the last logging window."""
+        self._bar.set_postfix_str(summary(metrics))
+        now = time.monotonic()
+        is_last = metrics.step >= self._total
+        if self._plain and (is_last or now - self._last_line >= PLAIN_LINE_EVERY_S):
+            self._last_line = now
+            elapsed = now - self._started
+            remaining = elapsed / metrics.step * (self._total - metrics.step)
+            clock = f"{tqdm.format_interval(elapsed)}<{tqdm.format_interval(remaining)}"
+            get_logger().info("step %d/%d [%s]  %s", metrics.step, self._total, clock, summary(metrics))

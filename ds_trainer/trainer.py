@@ -1,0 +1,366 @@
+"""The Trainer: wires the parts of a run together and holds the loop. What differs between engines is not here."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_trainer.assembly import Ingredients, assemble
+from ds_trainer.callbacks import Callback, MetricsCallback, PlotCallback, ProgressCallback
+from ds_trainer.checkpoint.export import export_model
+from ds_trainer.config.io import load_config
+from ds_trainer.config.schema import RunConfig
+from ds_trainer.config.steps import total_steps
+from ds_trainer.data.loader import BatchLoader
+from ds_trainer.errors import ConfigError, NonFiniteError
+from ds_trainer.evaluation import EvaluationResult, prediction_metrics, run_evaluation
+from ds_trainer.executors.accumulate import StepLoss, run_accumulate
+from ds_trainer.log import get_logger
+from ds_trainer.mesh.memory import peak_memory_bytes
+from ds_trainer.metrics import EvalMetrics, WindowMean
+from ds_trainer.optim import lr_factor
+
+
+ConfigSource = str | Path | dict | RunConfig | tuple[RunConfig, dict[str, str]]
+
+
+@dataclass
+class TrainerState:
+    """Where a run is. Names as in transformers' `TrainerState`.
+
+    Args:
+        max_steps: Optimizer steps of the run.
+        global_step: Optimizer steps taken.
+        epoch: Passes over the training data, with a fraction.
+        loss: Token mean of the last step's loss; None before the first and where a step had no label token.
+        grad_norm: Global gradient norm of the last step before clipping; inf where it was not finite.
+        empty_steps: Steps without any label token: nothing was updated, schedule and data moved on.
+        skipped_steps: Steps dropped because loss or gradient was not finite.
+        log_history: Every logged line and evaluation.
+    """
+
+    max_steps: int
+    global_step: int = 0
+    epoch: float = 0.0
+    loss: float | None = None
+    grad_norm: float = 0.0
+    empty_steps: int = 0
+    skipped_steps: int = 0
+    log_history: list[Any] = field(default_factory=list)
+
+
+class Trainer:
+    """Trains a Hugging Face model by one config. Arguments are named as those of transformers' `Trainer`.
+
+    Args:
+        model: Folder or hub id of a checkpoint (then it replaces `model.path`), or a model instance.
+        config: The run's JSON: a path, a dict, a `RunConfig`, or what `load_config` returned.
+        train_dataset: Data set object, instead of `data.train`.
+        eval_dataset: Data set object, instead of `data.eval`.
+        processing_class: Tokenizer, instead of the checkpoint's.
+        data_collator: Makes a batch of a list of samples; the data sets are then used as they are.
+        compute_loss_func: `f(outputs, labels, num_items_in_batch=n)`: a sum of token losses divided by n, the label
+            tokens of the whole step over all ranks.
+        compute_metrics: `f(EvalPrediction) -> dict`, called on the predictions of a whole evaluation.
+        callbacks: Callbacks, beside the built-in ones.
+        optimizers: Optimizer and LR scheduler of your own, either may be None. The optimizer is built on the model
+            instance that is passed; the scheduler's `step()` is called once per optimizer step.
+
+    Raises:
+        UserError: Any fault of config, machine, data or model.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | nn.Module | None = None,
+        config: ConfigSource | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        data_collator: Callable | None = None,
+        compute_loss_func: Callable | None = None,
+        compute_metrics: Callable | None = None,
+        callbacks: Sequence[Callback] = (),
+        optimizers: tuple[torch.optim.Optimizer | None, Any | None] = (None, None),
+    ) -> None:
+        run_config, origins = _loaded(config)
+        if isinstance(model, (str, Path)):
+            run_config = run_config.model_copy(
+                update={"model": run_config.model.model_copy(update={"path": str(model)})}
+            )
+            origins |= {"model.path": "Trainer(model=...)"}
+        optimizer, self._lr_scheduler = optimizers
+        _check_optimizers(optimizers, model, run_config)
+        self.run = assemble(
+            run_config,
+            origins,
+            Ingredients(
+                model=model if isinstance(model, nn.Module) else None,
+                train_dataset=train_dataset,
+                eval_dataset=eval_dataset,
+                processing_class=processing_class,
+                data_collator=data_collator,
+                compute_loss_func=compute_loss_func,
+                optimizer=optimizer,
+            ),
+        )
+        self.config = self.run.resolved.config
+        self.engine = self.run.engine
+        self.is_world_process_zero = self.run.mesh.grid.rank == 0
+        self.state = TrainerState(max_steps=self._total_steps())
+        self._compute_metrics = compute_metrics
+        self._base_lrs = [group["lr"] for group in self.engine.param_groups()]
+        self._window = WindowMean()
+        self._skipped_in_a_row = 0
+        self._set_lr()
+        self.callbacks = [*self._built_in_callbacks(), *callbacks]
+
+    def _total_steps(self) -> int:
+        if self.run.train_loader is None:
+            return 0
+        samples = self.run.train_loader.sampler.num_samples
+        config = self.config
+        assert config.batch.global_size is not None
+        return total_steps(samples, config.batch.global_size, config.run.epochs, config.run.max_steps)
+
+    def _built_in_callbacks(self) -> list[Callback]:
+        if not self.is_world_process_zero:
+            return []
+        folder = Path(self.config.run.output_dir)
+        metrics = folder / "metrics.jsonl"
+        built_in: list[Callback] = [ProgressCallback(self.config.logging.progress_bar), MetricsCallback(metrics)]
+        return [*built_in, PlotCallback(metrics, folder)] if self.config.logging.plots else built_in
+
+    def train(self) -> TrainerState:
+        """Runs every step, the evaluations, and the export at the end.
+
+        Raises:
+            UserError: No training data; a loss or gradient that is not finite; an export that cannot be written.
+        """
+        if self.run.train_loader is None:
+            raise ConfigError(
+                "there is no training data",
+                "training needs data.train or Trainer(train_dataset=...)",
+                "set data.train to json, jsonl or parquet files",
+            )
+        self._call("on_train_begin")
+        if self.config.evaluation.at_start and self.run.eval_loader is not None:
+            self.evaluate()
+        while self.state.global_step < self.state.max_steps:
+            self.train_step()
+            self._evaluate_if_due()
+        if self.config.evaluation.at_end and self.run.eval_loader is not None and not self._just_evaluated():
+            self.evaluate()
+        self._call("on_train_end")
+        if self.config.checkpoint.export:
+            self.save_model()
+        return self.state
+
+    def train_step(self) -> StepLoss:
+        """One optimizer step: micro-batches, reduction, clipping, update, the next learning rate, logging."""
+        loader, state = self.run.train_loader, self.state
+        assert loader is not None
+        began, waited = time.monotonic(), loader.input_wait_s
+        self._call("on_step_begin")
+        step_loss = run_accumulate(loader.step(state.global_step), self.engine, self.run.loss, self.run.mesh)
+        lr = self.engine.param_groups()[0]["lr"]
+        skipped = self._update(step_loss)
+        state.global_step += 1
+        state.epoch = state.global_step / loader.sampler.steps_per_epoch
+        state.loss = step_loss.mean if step_loss.num_tokens else None
+        self._set_lr()
+        self._window.add(
+            loss_sum=step_loss.loss_sum,
+            num_tokens=step_loss.num_tokens,
+            tokens=step_loss.seen_tokens,
+            samples=len(loader.sampler.global_batch(state.global_step - 1)),
+            step_s=time.monotonic() - began,
+            input_wait_s=loader.input_wait_s - waited,
+            skipped=skipped,
+        )
+        self._call("on_step_end")
+        if state.global_step % self.config.logging.every_steps == 0 or state.global_step == state.max_steps:
+            self._log(lr)
+        return step_loss
+
+    def _update(self, step_loss: StepLoss) -> bool:
+        """Updates the weights, unless the step has no label token or is not finite; returns whether it was dropped."""
+        if step_loss.num_tokens == 0:
+            self.state.empty_steps += 1
+            self.state.grad_norm = 0.0
+            return False
+        self._call("on_pre_optimizer_step")
+        self._stop_on_bad_loss(step_loss)
+        outcome = self.engine.finish()
+        self.state.grad_norm = outcome.grad_norm
+        if not outcome.skipped:
+            self._skipped_in_a_row = 0
+            return False
+        self.state.skipped_steps += 1
+        self._skipped_in_a_row += 1
+        self._stop_on_skipped()
+        return True
+
+    def _stop_on_bad_loss(self, step_loss: StepLoss) -> None:
+        if self.config.run.on_non_finite == "skip" or step_loss.loss_sum - step_loss.loss_sum == 0.0:
+            return
+        assert self.run.train_loader is not None
+        mine = self.run.train_loader.sampler.microbatches(self.state.global_step)
+        bad = self.run.mesh.gather_objects([mine[i] for i in step_loss.bad_microbatches])
+        where = "; ".join(f"rank {rank}, samples {samples}" for rank, samples in enumerate(bad) if samples)
+        self._raise_non_finite(f"the loss of step {self.state.global_step + 1} is not finite ({where})")
+
+    def _stop_on_skipped(self) -> None:
+        run, step = self.config.run, self.state.global_step + 1
+        if self.config.precision.dtype == "fp16" or run.on_non_finite == "skip":
+            if self._skipped_in_a_row > run.max_skipped_steps:
+                self._raise_non_finite(f"{self._skipped_in_a_row} steps in a row, up to step {step}, were not finite")
+            return
+        assert self.run.train_loader is not None
+        samples = self.run.train_loader.sampler.global_batch(self.state.global_step)
+        self._raise_non_finite(f"the gradient of step {step} is not finite, its loss is (samples {samples})")
+
+    def _raise_non_finite(self, found: str) -> None:
+        error = NonFiniteError(
+            f"{found}; the weights are those of step {self.state.global_step}",
+            "a NaN or infinite gradient would destroy every weight",
+            "look at these samples, lower optimizer.lr or set optimizer.max_grad_norm; "
+            "run.on_non_finite = skip drops such steps, up to run.max_skipped_steps in a row",
+        )
+        error.agreed = True  # Loss and norm are reduced over all ranks: each one raises.
+        raise error
+
+    def _set_lr(self) -> None:
+        """Sets the rate of the coming step; after the last one it stands at the schedule's end."""
+        if self._lr_scheduler is not None:
+            if self.state.global_step:
+                self._lr_scheduler.step()
+            return
+        factor = lr_factor(self.config.schedule, self.state.global_step, self.state.max_steps)
+        for group, base in zip(self.engine.param_groups(), self._base_lrs, strict=True):
+            group["lr"] = base * factor
+
+    def _log(self, lr: float) -> None:
+        state = self.state
+        metrics = self._window.take(
+            step=state.global_step,
+            epoch=state.epoch,
+            lr=lr,
+            grad_norm=state.grad_norm,
+            memory_bytes=peak_memory_bytes(self.run.mesh.device),
+        )
+        state.log_history.append(metrics)
+        self._call("on_log", metrics)
+
+    def _evaluate_if_due(self) -> None:
+        every = self.config.evaluation.every_steps
+        if every and self.state.global_step % every == 0 and self.run.eval_loader is not None:
+            self.evaluate()
+
+    def _just_evaluated(self) -> bool:
+        history = self.state.log_history
+        return bool(history) and isinstance(history[-1], EvalMetrics) and history[-1].step == self.state.global_step
+
+    def evaluate(self) -> dict[str, float]:
+        """Runs the evaluation data once.
+
+        Returns:
+            `eval_loss`, the token mean over the data set whatever the number of ranks, and what `compute_metrics` gave.
+        """
+        if self.run.eval_loader is None:
+            raise ConfigError(
+                "there is no evaluation data",
+                "evaluation needs data.eval or Trainer(eval_dataset=...)",
+                "set data.eval to json, jsonl or parquet files",
+            )
+        result = self._evaluate_on(self.run.eval_loader, collect=self._compute_metrics is not None)
+        extra = {f"eval_{k}": float(v) for k, v in prediction_metrics(result, self._compute_metrics).items()}
+        metrics = EvalMetrics(self.state.global_step, result.loss, result.num_tokens, result.seconds, extra)
+        self.state.log_history.append(metrics)
+        self._call("on_evaluate", metrics)
+        return {"eval_loss": result.loss, **extra}
+
+    def predict(self, test_dataset: Any) -> Any:
+        """Logits of a data set of tokenised samples, in its order.
+
+        Args:
+            test_dataset: Map-style data set of samples that the collator takes.
+
+        Returns:
+            transformers' `PredictionOutput`, the same on every rank: predictions and label ids padded with -100.
+        """
+        from transformers.trainer_utils import PredictionOutput
+
+        like = self.run.eval_loader or self.run.train_loader
+        assert like is not None
+        result = self._evaluate_on(like.over(test_dataset), collect=True)
+        metrics = {f"test_{k}": float(v) for k, v in prediction_metrics(result, self._compute_metrics).items()}
+        return PredictionOutput(result.predictions, result.label_ids, {"test_loss": result.loss, **metrics})
+
+    def _evaluate_on(self, loader: BatchLoader, collect: bool) -> EvaluationResult:
+        return run_evaluation(loader, self.engine, self.run.loss, self.run.mesh, collect)
+
+    def save_model(self, output_dir: str | Path | None = None) -> Path:
+        """Writes the model as a Hugging Face folder that `from_pretrained` loads. Every rank must call it.
+
+        Args:
+            output_dir: Folder; None: `<run.output_dir>/model`.
+        """
+        folder = Path(output_dir or Path(self.config.run.output_dir) / "model")
+        export_model(
+            self.engine.full_parameters(),
+            self.run.model,
+            self.run.tokenizer,
+            str(folder),
+            dtype=self.run.export_dtype,
+            max_shard_size=self.config.checkpoint.max_shard_size,
+            is_writer=self.is_world_process_zero,
+        )
+        self.run.mesh.barrier()
+        get_logger().info("model: %s", folder)
+        return folder
+
+    def close(self) -> None:
+        """Releases the engine's files and hooks."""
+        self.engine.close()
+
+    def _call(self, event: str, *args: Any) -> None:
+        for callback in self.callbacks:
+            getattr(callback, event)(self, *args)
+
+
+def _loaded(config: ConfigSource | None) -> tuple[RunConfig, dict[str, str]]:
+    if isinstance(config, tuple):
+        return config
+    if isinstance(config, RunConfig):
+        config = config.model_dump(mode="json", by_alias=True, exclude_unset=True)
+    return load_config({} if config is None else config)
+
+
+def _check_optimizers(optimizers: tuple, model: Any, config: RunConfig) -> None:
+    """An optimizer of the user's needs a model of theirs, and its state must be able to live where the config says."""
+    optimizer, scheduler = optimizers
+    if optimizer is not None and not isinstance(model, nn.Module):
+        raise ConfigError(
+            "Trainer(optimizers=...) holds an optimizer, and the model is not an instance",
+            "an optimizer is built on the parameters it updates",
+            "pass Trainer(model=instance, optimizers=...), or use the optimizer section of the config",
+        )
+    if optimizer is not None and config.zero.offload_optimizer.device != "none":
+        raise ConfigError(
+            f"Trainer(optimizers=...) with zero.offload_optimizer.device = {config.zero.offload_optimizer.device}",
+            "offloaded state is updated by DeepSpeed's own CPU optimizer",
+            "set zero.offload_optimizer.device to none, or use the optimizer section of the config",
+        )
+    if scheduler is not None and optimizer is None:
+        raise ConfigError(
+            "Trainer(optimizers=...) holds a scheduler without its optimizer",
+            "a scheduler sets the rates of the optimizer it was built on",
+            "pass both, or use the schedule section of the config",
+        )

@@ -1,0 +1,37 @@
+"""Shared by all tests: offline, one thread per process, ops in the environment's own folder."""
+
+import os
+import shutil
+import sys
+from pathlib import Path
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix) / "torch_extensions"))
+os.environ["PATH"] = f"{Path(sys.prefix) / 'bin'}{os.pathsep}{os.environ['PATH']}"
+
+import pytest  # noqa: E402
+
+from tests.helpers.world import World  # noqa: E402
+
+
+@pytest.fixture(scope="session")
+def world():
+    """Runs module-level functions on ranks: `world(function, 2, *args)` returns one result per rank."""
+    runner = World()
+    yield runner
+    runner.close()
+
+
+@pytest.fixture
+def nvme(tmp_path):
+    """Folder that stands for a drive; skipped where DeepSpeed's file I/O cannot be built."""
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    if not AsyncIOBuilder().is_compatible():
+        pytest.skip("libaio is missing (Debian: libaio-dev)")
+    folder = tmp_path / "nvme"
+    folder.mkdir()
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,86 @@
+"""Tiny real checkpoints on disk, with a tokenizer, made by transformers itself."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+
+VOCAB = 96
+
+_COMMON = dict(vocab_size=VOCAB, bos_token_id=1, eos_token_id=2, pad_token_id=0, tie_word_embeddings=False)
+_LLAMA = dict(
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=64,
+)
+_KINDS: dict[str, tuple[str, dict]] = {
+    "llama": ("LlamaConfig", _LLAMA),
+    "llama_tied": ("LlamaConfig", _LLAMA | {"tie_word_embeddings": True}),
+    "gpt2": ("GPT2Config", dict(n_embd=32, n_layer=2, n_head=4, n_positions=64, tie_word_embeddings=True)),
+    "mixtral": ("MixtralConfig", _LLAMA | {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen3_moe": (
+        "Qwen3MoeConfig",
+        _LLAMA | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8},
+    ),
+    "gemma2": ("Gemma2Config", _LLAMA | {"head_dim": 8, "tie_word_embeddings": True}),
+    "phi3": ("Phi3Config", _LLAMA),
+    "phi": ("PhiConfig", _LLAMA | {"num_key_value_heads": 4}),
+}
+KINDS = tuple(_KINDS)
+
+CHAT_TEMPLATE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
+
+
+def make_model(kind: str, seed: int = 0, **changes: object) -> PreTrainedModel:
+    """A tiny model with random fp32 values of the given seed; `changes` go to its config."""
+    name, options = _KINDS[kind]
+    config = getattr(transformers, name)(**(_COMMON | options | changes))
+    torch.manual_seed(seed)
+    return AutoModelForCausalLM.from_config(config)
+
+
+def make_tokenizer(size: int = VOCAB) -> PreTrainedTokenizerFast:
+    """A word-level tokenizer with ids 0 to `size - 1` and a chat template."""
+    words = ["<pad>", "<s>", "</s>", "<unk>", *(f"w{i}" for i in range(4, size))]
+    core = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def make_checkpoint(
+    folder: str | Path,
+    kind: str = "llama",
+    *,
+    dtype: torch.dtype = torch.float32,
+    max_shard_size: str = "5GB",
+    pickled: bool = False,
+    seed: int = 0,
+    **changes: object,
+) -> str:
+    """Writes a tiny checkpoint with `save_pretrained`, or pickled as transformers once did, and returns its folder."""
+    model = make_model(kind, seed, **changes).to(dtype)
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    make_tokenizer(model.config.vocab_size).save_pretrained(folder)
+    if pickled:
+        for path in Path(folder).glob("model*.safetensors*"):
+            path.unlink()
+        torch.save(model.state_dict(), Path(folder, "pytorch_model.bin"))
+    return str(folder)
+
+
+def edit_config(folder: str, **changes: object) -> None:
+    """Changes keys of a checkpoint's config.json."""
+    path = Path(folder, "config.json")
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))

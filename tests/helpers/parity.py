@@ -1,0 +1,145 @@
+"""Parity with one process: a reference in plain torch, and a cell that any layout runs and compares with it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlamaForCausalLM
+
+from ds_trainer.callbacks import Callback
+from ds_trainer.data.loader import pad_collate
+from ds_trainer.data.sampler import GlobalBatchSampler
+from tests.helpers.tiny import samples, tiny_llama
+
+STEPS = 4
+GLOBAL = 8
+SEED = 3
+CLIP = 0.5
+GRADIENT_TOLERANCE = 1e-5
+"""Of each tensor's largest element: the order in which fp32 sums over ranks and micro-batches are taken differs."""
+LOSS_TOLERANCE = 1e-6
+WEIGHT_TOLERANCE = {"sgd": 1e-6, "adamw": 1e-5}
+"""Of each tensor's largest element. Adam divides small gradients by themselves, so rounding there grows; eps 1e-4 bounds it."""
+OPTIMIZERS = {
+    "sgd": {"name": "sgd", "lr": 0.5, "momentum": 0.9},
+    "adamw": {"name": "adamw", "lr": 1e-2, "eps": 1e-4, "weight_decay": 0.1},
+}
+
+
+def rows(vocab: int) -> list[dict]:
+    """14 samples, so that every second step is a short window of 6."""
+    return samples(14, vocab=vocab)
+
+
+def collate(features: list[dict]) -> dict[str, torch.Tensor]:
+    """Pads with 0."""
+    return pad_collate(features, 0)
+
+
+def write_reference(folder: Path, optimizer: str, **shape: Any) -> None:
+    """Trains in this process with plain torch and writes checkpoint, losses, norms, gradients and final weights."""
+    model = tiny_llama(**shape)
+    model.save_pretrained(folder / "checkpoint")
+    data = rows(model.config.vocab_size)
+    sampler = GlobalBatchSampler(len(data), GLOBAL, GLOBAL, seed=SEED)
+    step_size = _torch_optimizer(model, optimizer)
+    history: dict[str, list[float]] = {"losses": [], "norms": []}
+    for step in range(STEPS):
+        batch = collate([data[i] for i in sampler.global_batch(step)])
+        logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+        loss = torch.nn.functional.cross_entropy(
+            logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten(), ignore_index=-100
+        )
+        loss.backward()
+        grads = {name: p.grad.clone() for name, p in model.named_parameters()}
+        save_file(grads, folder / f"gradients-{step}.safetensors")
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        assert norm > CLIP, "clipping must act"
+        history["losses"].append(loss.item())
+        history["norms"].append(norm.item())
+        step_size.step()
+        step_size.zero_grad()
+    save_file({name: p.detach() for name, p in model.named_parameters()}, folder / "weights.safetensors")
+    (folder / "history.json").write_text(json.dumps(history))
+
+
+def _torch_optimizer(model: LlamaForCausalLM, name: str) -> torch.optim.Optimizer:
+    keys = dict(OPTIMIZERS[name])
+    decay = keys.pop("weight_decay", 0.0)
+    groups = [
+        {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": decay},
+        {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0},
+    ]
+    keys.pop("name")
+    return {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}[name](groups, **keys)
+
+
+def cell_config(reference: Path, out: Path, ranks: int, optimizer: str, **sections: Any) -> dict:
+    """The JSON of one cell: accumulation 2 on 2 and 4 ranks, 4 on one."""
+    micro = {1: 2, 2: 2, 4: 1}[ranks]
+    return {
+        "model": {"path": str(reference / "checkpoint")},
+        "batch": {"global_size": GLOBAL, "micro_size": micro},
+        "optimizer": {**OPTIMIZERS[optimizer], "max_grad_norm": CLIP},
+        "schedule": {"name": "constant"},
+        "run": {"max_steps": STEPS, "epochs": 10, "seed": SEED, "output_dir": str(out), "device": "cpu"},
+        "checkpoint": {"export": False},
+        "logging": {"plots": False, "progress_bar": False},
+        **sections,
+    }
+
+
+class Recorder(Callback):
+    """Compares each step's gradients, loss and norm with the reference as they come.
+
+    Args:
+        reference: What `write_reference` wrote.
+    """
+
+    def __init__(self, reference: Path) -> None:
+        self.reference = reference
+        self.history = json.loads((reference / "history.json").read_text())
+        self.largest_gradient_error = 0.0
+
+    def on_pre_optimizer_step(self, trainer: Any) -> None:
+        """Every gradient, whole."""
+        step = trainer.state.global_step
+        expected = load_file(self.reference / f"gradients-{step}.safetensors")
+        seen = set()
+        for name, grad in trainer.engine.full_gradients():
+            seen.add(name)
+            error = _relative_error(grad, expected[name])
+            self.largest_gradient_error = max(self.largest_gradient_error, error)
+            assert error <= GRADIENT_TOLERANCE, f"step {step}: gradient of {name} is off by {error:.2e}"
+        assert seen == set(expected), f"gradients missing: {set(expected) - seen}"
+
+    def on_step_end(self, trainer: Any) -> None:
+        """Loss and norm."""
+        step = trainer.state.global_step - 1
+        for what, got in (("losses", trainer.state.loss), ("norms", trainer.state.grad_norm)):
+            expected = self.history[what][step]
+            tolerance = LOSS_TOLERANCE if what == "losses" else GRADIENT_TOLERANCE
+            assert abs(got - expected) <= tolerance * abs(expected), f"step {step}: {what} {got!r} != {expected!r}"
+
+
+def compare_weights(trainer: Any, reference: Path, optimizer: str) -> float:
+    """The largest relative error of the final weights; every tensor must have moved."""
+    expected = load_file(reference / "weights.safetensors")
+    initial = load_file(reference / "checkpoint" / "model.safetensors")
+    worst = 0.0
+    for name, value in trainer.engine.full_parameters():
+        error = _relative_error(value, expected.pop(name))
+        assert error <= WEIGHT_TOLERANCE[optimizer], f"weight {name} is off by {error:.2e}"
+        assert not torch.equal(value, initial[name]), f"{name} did not move"
+        worst = max(worst, error)
+    assert not expected, f"weights missing: {sorted(expected)}"
+    return worst
+
+
+def _relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
+    assert got.shape == expected.shape
+    return ((got - expected).abs().max() / expected.abs().max()).item()

@@ -1,0 +1,73 @@
+import io
+
+import pytest
+
+from ds_trainer.log import get_logger
+from ds_trainer.metrics import StepMetrics
+from ds_trainer.progress import PLAIN_LINE_EVERY_S, Progress, summary
+
+NUMBERS = {"lr": 2e-5, "grad_norm": 1.25, "num_tokens": 500, "tokens": 1000, "tokens_per_s": 1234.0}
+TIMES = {"samples_per_s": 8.0, "step_s": 2.0, "input_wait_s": 0.5}
+
+
+def metrics(step: int, loss: float | None = 1.5, skipped: int = 0) -> StepMetrics:
+    return StepMetrics(step=step, epoch=0.1, loss=loss, skipped=skipped, memory_bytes=3_200_000_000, **NUMBERS, **TIMES)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def log(caplog):
+    logger = get_logger()
+    logger.addHandler(caplog.handler)
+    yield caplog
+    logger.removeHandler(caplog.handler)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    return now
+
+
+def test_the_summary_names_every_number_of_the_window():
+    assert summary(metrics(1)) == "loss 1.5000  lr 2.00e-05  grad norm 1.25  1,234 tok/s  input wait 25%  3.2 GB"
+    assert summary(metrics(1, loss=None, skipped=2)).startswith("loss -")
+    assert summary(metrics(1, loss=None, skipped=2)).endswith("skipped 2")
+
+
+def test_a_terminal_gets_a_bar_with_the_windows_numbers(monkeypatch, log):
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+    with Progress(total_steps=4, enabled=True) as progress:
+        progress.step()
+        progress.show(metrics(1))
+    assert "1/4" in terminal.getvalue()
+    assert "grad norm 1.25" in terminal.getvalue()
+    assert not log.records
+
+
+def test_elsewhere_lines_come_at_most_every_few_seconds_and_at_the_end(log, clock):
+    with Progress(total_steps=4, enabled=True) as progress:
+        for step, after_s in ((1, 1.0), (2, 1.0), (3, PLAIN_LINE_EVERY_S), (4, 0.0)):
+            clock[0] += after_s
+            progress.step()
+            progress.show(metrics(step))
+    lines = [record.getMessage() for record in log.records]
+    assert [line.split(" [")[0] for line in lines] == ["step 1/4", "step 3/4", "step 4/4"]
+    assert "[00:12<00:04]" in lines[1]  # three steps took 12 s, so the last one takes 4
+
+
+@pytest.mark.parametrize("stream", [Terminal, io.StringIO])
+def test_other_ranks_show_nothing(monkeypatch, log, stream):
+    stderr = stream()
+    monkeypatch.setattr("sys.stderr", stderr)
+    with Progress(total_steps=1, enabled=False) as progress:
+        progress.step()
+        progress.show(metrics(1))
+    assert stderr.getvalue() == ""
+    assert not log.records
