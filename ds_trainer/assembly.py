@@ -9,6 +9,7 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,8 +20,8 @@ from ds_trainer.asked_got import check_asked_is_got
 from ds_trainer.config.resolve import resolve
 from ds_trainer.config.resolved import ResolvedConfig
 from ds_trainer.config.schema import RunConfig
-from ds_trainer.data.loader import BatchLoader, pad_collate
-from ds_trainer.data.prepare import prepare
+from ds_trainer.data.loader import BatchLoader, pad_collate, padding_id
+from ds_trainer.data.prepare import prepare, read_chat_template
 from ds_trainer.data.sampler import GlobalBatchSampler
 from ds_trainer.data.tokenized import preview
 from ds_trainer.engines.base import Engine, EngineFacts, make_engine
@@ -89,7 +90,9 @@ def assemble(config: RunConfig, origins: dict[str, str], given: Ingredients) -> 
         _check_before_loading(resolved, sizes[0], grid)
     _seed(config.run.seed, grid.rank)
     with agreed(mesh):
-        tokenizer = given.processing_class or _tokenizer(config, spec)
+        tokenizer = given.processing_class or _tokenizer(config, spec, required=given.data_collator is None)
+        if tokenizer is not None and config.data.chat_template is not None:
+            tokenizer.chat_template = read_chat_template(config.data.chat_template)  # The export carries it too.
     with agreed(mesh):
         train_loader, eval_loader = _loaders(resolved, given, tokenizer, spec, mesh)
     with agreed(mesh):
@@ -149,10 +152,15 @@ def _seed(seed: int, rank: int) -> None:
     torch.manual_seed(seed + rank)
 
 
-def _tokenizer(config: RunConfig, spec: ModelSpec | None) -> Any:
-    if spec is None and config.model.tokenizer is None:
+def _tokenizer(config: RunConfig, spec: ModelSpec | None, required: bool) -> Any:
+    """The run's tokenizer; None where the data needs none and the checkpoint has none."""
+    if config.model.tokenizer is None and (spec is None or not (required or _has_tokenizer(spec.folder))):
         return None
     return load_tokenizer(config.model, spec.folder if spec else config.model.tokenizer)
+
+
+def _has_tokenizer(folder: str) -> bool:
+    return any(Path(folder, name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"))
 
 
 def _loaders(
@@ -163,27 +171,19 @@ def _loaders(
     held_out = _dataset(given.eval_dataset, config.data.eval, "eval", resolved, given, tokenizer, spec)
     batch, ranks, rank = config.batch, mesh.grid.dp_size, mesh.grid.dp_rank
     assert batch.global_size is not None and batch.micro_size is not None
-    collate = given.data_collator or (lambda features: pad_collate(features, _pad_id(tokenizer)))
+    collate = given.data_collator or (lambda features: pad_collate(features, padding_id(tokenizer)))
+    limits = _limits(resolved, spec, given.model)
     train_loader = eval_loader = None
     if train is not None:
         sampler = GlobalBatchSampler(
             len(train), batch.global_size, batch.micro_size, rank, ranks, config.run.seed, config.data.shuffle
         )
-        train_loader = BatchLoader(train, sampler, collate)
+        train_loader = BatchLoader(train, sampler, collate, **limits)
     if held_out is not None:
         size = config.evaluation.batch_size or batch.micro_size
-        eval_loader = BatchLoader(
-            held_out, GlobalBatchSampler(len(held_out), size * ranks, size, rank, ranks, shuffle=False), collate
-        )
+        order = GlobalBatchSampler(len(held_out), size * ranks, size, rank, ranks, shuffle=False)
+        eval_loader = BatchLoader(held_out, order, collate, **limits)
     return train_loader, eval_loader
-
-
-def _pad_id(tokenizer: Any) -> int:
-    """What fills the right side of a batch; it is masked by position, so any id does."""
-    for name in ("pad_token_id", "eos_token_id"):
-        if getattr(tokenizer, name, None) is not None:
-            return getattr(tokenizer, name)
-    return 0
 
 
 def _dataset(
@@ -197,36 +197,25 @@ def _dataset(
 ) -> Any:
     """The samples of one split: a data set with a collator of its own as it is, everything else tokenised."""
     source = paths if handed is None else handed
-    if source is None or given.data_collator is not None:
-        return handed
-    if tokenizer is None:
-        raise ConfigError(
-            f"data.{what} is to be tokenised and there is no tokenizer",
-            "records become tokens through a tokenizer; a data set that needs none comes with its data_collator",
-            "set model.tokenizer, or pass Trainer(processing_class=...) or Trainer(data_collator=...)",
-        )
-    model_config = getattr(given.model, "config", None)
+    if source is None or (handed is not None and given.data_collator is not None):
+        return source
     config = resolved.config.data
-    dataset = prepare(
-        source,
-        tokenizer,
-        config,
-        max_positions=spec.max_positions if spec else getattr(model_config, "max_position_embeddings", None),
-        vocab_size=None if resolved.config.model.resize_embeddings else _rows(spec, given.model),
-        what=what,
-    )
+    dataset = prepare(source, tokenizer, config, **_limits(resolved, spec, given.model), what=what)
     get_logger().info("data.%s: %s", what, dataset.stats)
     if what == "train" and config.preview_samples:
         get_logger().info("%s", preview(dataset, tokenizer, config.preview_samples))
     return dataset
 
 
-def _rows(spec: ModelSpec | None, model: Any) -> int | None:
-    """Rows of the embedding, which token ids must not exceed."""
+def _limits(resolved: ResolvedConfig, spec: ModelSpec | None, model: Any) -> dict[str, int | None]:
+    """What a batch must keep to: the model's positions, and the rows of the embedding unless it will be grown."""
     if spec is not None:
-        return spec.vocab_size
-    embedding = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
-    return None if embedding is None else embedding.weight.shape[0]
+        rows, positions = spec.vocab_size, spec.max_positions
+    else:
+        embedding = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
+        rows = None if embedding is None else embedding.weight.shape[0]
+        positions = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    return {"vocab_size": None if resolved.config.model.resize_embeddings else rows, "max_positions": positions}
 
 
 def _skeleton(

@@ -45,7 +45,7 @@ class ParameterSlice:
 
 
 def even_flat_range(numel: int, parts: int, index: int) -> tuple[int, int]:
-    """Start and stop of one of `parts` equal flat shards, the last ones cut short or empty where they run past the end."""
+    """Start and stop of one of `parts` equal flat shards; the last ones are short or empty where they pass the end."""
     size = -(-numel // parts)
     return min(index * size, numel), min((index + 1) * size, numel)
 

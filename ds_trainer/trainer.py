@@ -15,8 +15,8 @@ from ds_trainer.assembly import Ingredients, assemble
 from ds_trainer.callbacks import Callback, MetricsCallback, PlotCallback, ProgressCallback
 from ds_trainer.checkpoint.export import export_model
 from ds_trainer.config.io import load_config
+from ds_trainer.config.resolve import total_steps
 from ds_trainer.config.schema import RunConfig
-from ds_trainer.config.steps import total_steps
 from ds_trainer.data.loader import BatchLoader
 from ds_trainer.errors import ConfigError, NonFiniteError
 from ds_trainer.evaluation import EvaluationResult, prediction_metrics, run_evaluation
@@ -25,7 +25,6 @@ from ds_trainer.log import get_logger
 from ds_trainer.mesh.memory import peak_memory_bytes
 from ds_trainer.metrics import EvalMetrics, WindowMean
 from ds_trainer.optim import lr_factor
-
 
 ConfigSource = str | Path | dict | RunConfig | tuple[RunConfig, dict[str, str]]
 

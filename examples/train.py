@@ -1,8 +1,8 @@
 """Fine-tune a model by one JSON, under any launcher.
 
-    deepspeed --num_gpus 2 examples/train.py
-    deepspeed --num_gpus 2 examples/train.py --config run.json --set optimizer.lr=1e-5
-    python examples/train.py --set zero.stage=0
+deepspeed --num_gpus 2 examples/train.py
+deepspeed --num_gpus 2 examples/train.py --config run.json --set optimizer.lr=1e-5
+python examples/train.py --set zero.stage=0
 """
 
 from pathlib import Path

@@ -18,8 +18,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.dynamic_module_utils import custom_object_save
 
 from ds_trainer.errors import MachineError, ModelError
-from ds_trainer.models.conversions import Recipe, empty_twin, export_recipes, tied_groups
+from ds_trainer.models.conversions import Recipe, export_recipes, tied_groups
 from ds_trainer.models.hf import set_use_cache
+from ds_trainer.models.skeleton import empty_twin
 from ds_trainer.models.weights import CheckpointWeights
 
 _WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json")
@@ -211,13 +212,17 @@ def _require_space(folder: Path, twin: PreTrainedModel, dtype: torch.dtype) -> N
 
 
 def _check(folder: Path, twin: PreTrainedModel) -> None:
-    """Opens what was written as a new run would; `CheckpointWeights` refuses missing tensors and wrong shapes."""
-    weights = CheckpointWeights(str(folder), twin)
-    if weights.unexpected:
+    """Opens what was written as a new run would: no tensor may be missing, left over or of another shape."""
+    try:
+        left_over = CheckpointWeights(str(folder), twin).unexpected
+        fault = f"it holds tensors without a place: {', '.join(left_over)}" if left_over else None
+    except ModelError as error:
+        fault = error.found
+    if fault:
         raise ModelError(
-            f"the export holds tensors that {type(twin).__name__} has no place for: {', '.join(weights.unexpected)}",
-            "an export holds exactly what its class loads",
-            "report this: transformers' conversion of this model type does not revert",
+            f"the export is not what {type(twin).__name__} loads: {fault}",
+            "an export is published only when its class loads it whole; what was there before is untouched",
+            "report this with the model's config.json: its parameters or transformers' conversions do not add up",
         )
 
 

@@ -11,7 +11,9 @@ from ds_trainer.config.schema import RunConfig
 
 def add_train_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of a training script beside the path of its JSON; launchers add `--local_rank`."""
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key: --set optimizer.lr=1e-5")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="override a key: --set optimizer.lr=1e-5"
+    )
     parser.add_argument("--deepspeed_config", metavar="DS.JSON", help="DeepSpeed JSON, merged last (native.deepspeed)")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error in the config or the data")
     # The launcher's variables say the same; the option is accepted so that `deepspeed train.py` works.

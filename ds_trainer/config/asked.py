@@ -28,8 +28,10 @@ class Asked:
         return item is not None and not (item == default(key) and item in (False, "none"))
 
     def origin(self, key: str) -> str:
-        """The place that set `key`."""
-        return self._origins.get(key, "default")
+        """The place that set `key`, or a key inside it."""
+        own = self._origins.get(key, "default")
+        inner = (place for name, place in self._origins.items() if name.startswith(f"{key}."))
+        return own if own != "default" else next(inner, "default")
 
     def says(self, key: str) -> str:
         """`key is value (place)`."""

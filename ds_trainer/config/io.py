@@ -22,7 +22,7 @@ from ds_trainer.config.rules import check_config
 from ds_trainer.config.schema import RunConfig
 from ds_trainer.errors import ConfigError, ConfigErrors
 
-Source = str | Path | Mapping[str, Any]
+Source = str | Path | Mapping[str, Any] | RunConfig
 
 _TYPE_OF_ERROR: dict[str, tuple[type, ...]] = {"int_type": (int,), "float_type": (int, float), "bool_type": (bool,)}
 
@@ -48,7 +48,7 @@ def load_config(
     """Reads a run's JSON.
 
     Args:
-        source: File, or its content as a mapping.
+        source: File, its content as a mapping, or a config made in Python, whose unset keys are left open.
         overrides: `a.b=c` each; the value is JSON, or else a string; `null` takes the key out of the file.
         deepspeed_config: DeepSpeed JSON whose content goes to `native.deepspeed`.
 
@@ -70,8 +70,7 @@ def read_config(source: Source, overrides: Sequence[str] = (), deepspeed_config:
     Raises:
         ConfigError: The file is missing or no JSON, an override cannot be applied, or two DeepSpeed blocks differ.
     """
-    name = "config" if isinstance(source, Mapping) else str(source)
-    raw = deepcopy(dict(source)) if isinstance(source, Mapping) else load_json(source)
+    name, raw = _read(source)
     places = dict.fromkeys(flatten(raw), name)
     if deepspeed_config is not None:
         own = set(flatten(raw.get("native", {})))
@@ -84,6 +83,14 @@ def read_config(source: Source, overrides: Sequence[str] = (), deepspeed_config:
     # A wrong key's default stands in for it here; what a rule finds about that default is not the user's fault.
     errors += [e for e in check_config(config, origins) if not any(key in str(e) for key in bad_keys)]
     return Loaded(config, origins, errors)
+
+
+def _read(source: Source) -> tuple[str, dict[str, Any]]:
+    if isinstance(source, RunConfig):
+        return "RunConfig", source.model_dump(mode="json", by_alias=True, exclude_unset=True)
+    if isinstance(source, Mapping):
+        return "config", deepcopy(dict(source))
+    return str(source), load_json(source)
 
 
 def load_json(path: str | Path) -> dict[str, Any]:
@@ -240,7 +247,13 @@ def _validate(raw: dict[str, Any], places: Mapping[str, str]) -> tuple[RunConfig
         key = ".".join(map(str, path))
         first, *others = faults
         if first["type"] == "extra_forbidden":
-            errors.append(ConfigError(f"{key} is no key{_in(key, places)}", "every key is known", suggestion(key)))
+            errors.append(
+                ConfigError(
+                    f"{key} is no key{_in(key, places)}",
+                    "an unknown key is refused, so that nothing is dropped in silence",
+                    suggestion(key),
+                )
+            )
             bad_keys.add(nearest(key) or key)
         else:
             errors.append(_wrong_value(key, first, [first, *others], places))
@@ -261,35 +274,47 @@ def _wrong_value(
     key: str, first: Mapping[str, Any], faults: Iterable[Mapping[str, Any]], places: Mapping[str, str]
 ) -> ConfigError:
     item = first["input"]
-    rules = dict.fromkeys(str(fault["msg"]).removeprefix("Input should be ") for fault in faults)
-    field = leaf_fields().get(key)
-    change = _right_spelling(first) or (
-        f"leave {key} out for its default ({_json(field.default)})"
-        if item is None and field
-        else f"mend {key}: {field.description}"
-        if field and field.description
-        else f"make {key} an object of its keys"
-    )
+    rules = dict.fromkeys(_rule(fault) for fault in faults)
     return ConfigError(
-        f"{key} is {_json(item)} ({_kind(item)}){_in(key, places)}", f"{key} must be {' or '.join(rules)}", change
+        f"{key} is {_json(item)} ({_kind(item)}){_in(key, places)}",
+        f"{key} must be {' or '.join(rules)}",
+        _right_spelling(key, first) or _described(key, item),
     )
 
 
-def _right_spelling(fault: Mapping[str, Any]) -> str | None:
+def _rule(fault: Mapping[str, Any]) -> str:
+    if fault["type"] in ("missing", "too_long", "too_short"):
+        return "a list of the right length"
+    return str(fault["msg"]).removeprefix("Input should be ")
+
+
+def _described(key: str, item: Any) -> str:
+    field = leaf_fields().get(key)
+    if field is None:
+        return f"make {key} an object of its keys"
+    if item is None:
+        return f"leave {key} out for its default, {_json(field.default)}"
+    usual = "" if field.default is None else f" (default {_json(field.default)})"
+    return f"set {key} as described{usual}: {field.description}"
+
+
+def _right_spelling(key: str, fault: Mapping[str, Any]) -> str | None:
     item, wanted = fault["input"], _TYPE_OF_ERROR.get(fault["type"], ())
     if fault["type"] == "string_type" and isinstance(item, bool | int | float):
         return f'write "{_json(item)}", with quotes'
     if not isinstance(item, str):
         return None
+    if item == "auto":
+        return f"leave {key} out: what is left out is derived"
     if fault["type"] == "literal_error":
-        choices = str(fault["ctx"]["expected"]).replace(" or ", ", ").replace("'", "").split(", ")
-        close = get_close_matches(item.lower(), choices, n=1)
-        return f'did you mean "{close[0]}"?' if close else None
+        choices = str(fault["ctx"]["expected"]).replace(" or ", ", ").split(", ")
+        close = get_close_matches(f"'{item.lower()}'", choices, n=1)
+        return f"write {item}, without quotes" if item in choices else f"did you mean {close[0]}?" if close else None
     try:
         meant = json.loads(item.lower())
     except json.JSONDecodeError:
         return None
-    return f"write {_json(meant)}, without quotes" if wanted and type(meant) in wanted else None
+    return f"write {item.lower()}, without quotes" if wanted and type(meant) in wanted else None
 
 
 def _in(key: str, places: Mapping[str, str]) -> str:

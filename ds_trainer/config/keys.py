@@ -158,10 +158,16 @@ def nearest(key: str) -> str | None:
 
 def suggestion(key: str) -> str:
     """What to do about an unknown dotted key: the key that was meant, or where the keys are listed."""
-    meant = nearest(key)
+    last, meant = key.rpartition(".")[2], nearest(key)
     if meant is None:
         return f"remove {key}; `ds-trainer config schema` lists every key"
     if meant == key:
         return f"nest it: {key} is written as sections inside one another, without dots"
-    last = key.rpartition(".")[2]
-    return f"{last} is called {meant} here" if last in FOREIGN_SPELLINGS else f"did you mean {meant}?"
+    foreign = next((name for name, ours in FOREIGN_SPELLINGS.items() if ours == meant and _alike(name, last)), None)
+    if foreign is None:
+        return f"did you mean {meant}?"
+    return f"{'' if foreign == last else f'did you mean {foreign}? '}{foreign} is called {meant} here"
+
+
+def _alike(name: str, other: str) -> bool:
+    return bool(get_close_matches(name, [other], cutoff=0.8))

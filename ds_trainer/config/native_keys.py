@@ -1,6 +1,6 @@
 """Which keys DeepSpeed reads, which of them mean something here, and what is said about the others. Pure.
 
-The lists were recorded on DeepSpeed 0.19.8; a test records them again on the installed version.
+`deepspeed_keys.json` was recorded on DeepSpeed 0.19.8; a test records it again on the installed version.
 """
 
 from __future__ import annotations
@@ -8,57 +8,18 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
 from ds_trainer.config.keys import flatten, leaf_fields
 from ds_trainer.errors import ConfigError
 
-TOP_LEVEL = frozenset(
-    """activation_checkpointing aio autotuning bf16 bfloat16 checkpoint comet comms_logger communication_data_type
-    compile csv_monitor data_efficiency data_types dataloader_drop_last datastates_ckpt disable_allgather
-    disable_python_gc dump_state expert_parallel flops_profiler fp16 gradient_accumulation_steps gradient_allreduce_op
-    gradient_clipping gradient_predivide_factor hybrid_engine log_level managed_gradient_accumulation memory_breakdown
-    optimizer pipeline prescale_gradients scheduler seq_parallel_communication_data_type steps_per_print
-    tensor_parallel tensorboard timers torch_autocast train_batch_size train_micro_batch_size_per_gpu
-    use_data_before_expert_parallelism vocabulary_size wall_clock_breakdown wandb weight_quantization
-    zero_allow_untested_optimizer zero_force_ds_cpu_optimizer zero_optimization""".split()
-)
+_RECORDED: dict[str, list[str]] = json.loads(Path(__file__).with_name("deepspeed_keys.json").read_text())
+
+TOP_LEVEL = frozenset(_RECORDED.pop(""))
 """Top-level keys that DeepSpeed reads."""
 
-SECTIONS = {
-    "zero_optimization": frozenset(
-        """stage contiguous_gradients reduce_scatter reduce_bucket_size use_multi_rank_bucket_allreduce
-        allgather_partitions allgather_bucket_size overlap_comm compute_grad_norm load_from_fp32_weights
-        elastic_checkpoint offload_param offload_optimizer zenflow sub_group_size cpu_offload_param
-        cpu_offload_use_pin_memory cpu_offload prefetch_bucket_size stage3_prefetch_bucket_size
-        param_persistence_threshold stage3_param_persistence_threshold model_persistence_threshold
-        stage3_model_persistence_threshold max_live_parameters stage3_max_live_parameters max_reuse_distance
-        stage3_max_reuse_distance gather_16bit_weights_on_model_save stage3_gather_16bit_weights_on_model_save
-        module_granularity_threshold stage3_module_granularity_threshold use_all_reduce_for_fetch_params
-        stage3_use_all_reduce_for_fetch_params allgather_sequential stage3_allgather_sequential
-        stage3_gather_fp16_weights_on_model_save ignore_unused_parameters legacy_stage1 round_robin_gradients
-        parameter_alignment zero_hpz_partition_size zero_quantized_weights zero_quantized_nontrainable_weights
-        zero_quantized_gradients memory_efficient_linear pipeline_loading_checkpoint override_module_apply
-        log_trace_cache_warnings enable_sanity_checks save_muon_momentum_buffer_in_memory leaf_module""".split()
-    ),
-    "zero_optimization.offload_optimizer": frozenset(
-        """device nvme_path buffer_count pin_memory pipeline_read pipeline_write fast_init ratio super_offload
-        cpuadam_cores_perc""".split()
-    ),
-    "zero_optimization.offload_param": frozenset(
-        "device nvme_path buffer_count buffer_size max_in_cpu pin_memory".split()
-    ),
-    "bf16": frozenset(
-        "enabled immediate_grad_update check_grad_overflow bf16_master_weights_and_grads bf16_optimizer_states".split()
-    ),
-    "fp16": frozenset(
-        """enabled auto_cast loss_scale initial_scale_power loss_scale_window hysteresis consecutive_hysteresis
-        min_loss_scale fp16_master_weights_and_grads""".split()
-    ),
-    "aio": frozenset("block_size queue_depth intra_op_parallelism single_submit overlap_events use_gds".split()),
-    "data_types": frozenset("grad_accum_dtype param_dtype buffer_dtype keep_in_fp32_modules".split()),
-    "torch_autocast": frozenset("enabled dtype lower_precision_safe_modules".split()),
-}
+SECTIONS = {section: frozenset(names) for section, names in _RECORDED.items()}
 """Section -> keys that DeepSpeed reads in it."""
 
 _OWN_LOADER = "ds_trainer's own loader feeds the run"

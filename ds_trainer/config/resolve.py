@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
 from ds_trainer.config.batch import solve_batch
-from ds_trainer.config.keys import leaf_values
+from ds_trainer.config.keys import leaf_values, value
 from ds_trainer.config.resolved import Machine, ResolvedConfig
 from ds_trainer.config.rules import check_machine, no_effect_warnings
 from ds_trainer.config.schema import RunConfig
@@ -57,7 +58,10 @@ def resolve(
         if config.evaluation.batch_size is None:
             derived["evaluation.batch_size"] = (batch.micro_size, "batch.micro_size")
     if config.parallel.engine == "deepspeed":
-        derived |= derive_zero(config.zero, origins, machine, size)
+        dtypes = tuple(
+            derived.get(key, (value(config, key), ""))[0] for key in ("precision.dtype", "precision.grad_dtype")
+        )
+        derived |= derive_zero(config.zero, dtypes, origins, machine, size)
     elif config.parallel.engine == "ddp" and config.ddp.find_unused_parameters is None:
         derived["ddp.find_unused_parameters"] = (False, "every parameter of a causal LM takes part in the loss")
     if errors:
@@ -78,8 +82,36 @@ def resolve(
     return resolved
 
 
+def total_steps(num_samples: int | None, global_size: int, epochs: int | None, max_steps: int | None) -> int:
+    """Optimizer steps of a run.
+
+    Every epoch has `ceil(num_samples / global_size)` steps: its last window may be short, so that each sample is seen
+    once an epoch and no step reaches into the next one. 10 samples, 3 epochs, global size 16: 3 steps.
+
+    Args:
+        num_samples: Samples of one epoch; None where the data has no length.
+        global_size: Samples per optimizer step over all ranks.
+        epochs: Passes over the data; None: as many as `max_steps` needs.
+        max_steps: Upper bound; None: none.
+
+    Raises:
+        ConfigError: Nothing says where the run ends.
+    """
+    bounds = [max_steps] if max_steps is not None else []
+    if num_samples is not None and epochs is not None:
+        bounds.append(epochs * math.ceil(num_samples / global_size))
+    if not bounds:
+        raise ConfigError(
+            "the training data has no length and run.max_steps is not set",
+            "the learning rate's schedule needs the number of optimizer steps",
+            "set run.max_steps",
+        )
+    return min(bounds)
+
+
 def _precision(config: RunConfig, machine: Machine) -> dict[str, tuple[Any, str]]:
-    precision, derived = config.precision, {}
+    precision = config.precision
+    derived: dict[str, tuple[Any, str]] = {}
     dtype = precision.dtype
     if dtype is None:
         dtype = "bf16" if "bf16" in machine.native_dtypes else "fp32"

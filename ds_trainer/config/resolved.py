@@ -31,10 +31,10 @@ class ResolvedConfig:
 
     Args:
         config: The config with no derivable `None` left.
-        reasons: Dotted key -> where its value comes from: a file, `--set`, the default, or a derivation with its reason.
+        reasons: Dotted key -> where its value comes from: a file, `--set`, the default, or a derivation and its reason.
         machine: The machine it was resolved for.
         data_ranks: Ranks that see different samples.
-        optimizer_implementation: `torch`, `torch_fused` (one kernel on the device) or `deepspeed_cpu` (state on the host).
+        optimizer_implementation: `torch`, `torch_fused` (one kernel), `deepspeed_cpu` (state on the host).
         warnings: What runs as asked, but slowly or without effect.
     """
 

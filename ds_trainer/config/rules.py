@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
+from importlib.metadata import entry_points
 
 from ds_trainer.config.asked import Asked
 from ds_trainer.config.coverage import coverage, covered_engines
@@ -39,23 +40,28 @@ def no_effect_warnings(config: RunConfig, origins: Mapping[str, str]) -> list[st
     return [f"{key} has no effect: {entry.note}" for key, entry in found.items() if entry.status == "no_effect"]
 
 
+def _engine_name(config: RunConfig, asked: Asked) -> Iterator[ConfigError]:
+    known = {*covered_engines(), *(point.name for point in entry_points(group="ds_trainer.engines"))}
+    if config.parallel.engine not in known:
+        yield ConfigError(
+            asked.says("parallel.engine"),
+            "an engine is built in or installed under the entry-point group ds_trainer.engines",
+            f"set parallel.engine to one of {', '.join(sorted(known))}",
+        )
+
+
 def _refused_by_engine(config: RunConfig, asked: Asked) -> Iterator[ConfigError]:
     engine = config.parallel.engine
     if engine not in covered_engines():
         return
     for key in leaf_fields():
         entry = coverage(key, engine)
-        given = asked(key) or any(asked.origin(f"{key}.{name}") != "default" for name in _native_leaves(config, key))
-        if entry.status == "refused" and given and value(config, key) not in entry.already:
+        if entry.status == "refused" and asked(key) and value(config, key) not in entry.already:
             yield ConfigError(
                 f"{asked.says(key)} with parallel.engine {engine!r}",
                 entry.note,
                 f"remove {key} or change parallel.engine",
             )
-
-
-def _native_leaves(config: RunConfig, key: str) -> list[str]:
-    return list(config.native.deepspeed) if key == "native.deepspeed" else []
 
 
 def _zero(config: RunConfig, asked: Asked) -> Iterator[ConfigError]:
@@ -192,6 +198,7 @@ def _fp16_device(config: RunConfig, asked: Asked, machine: Machine) -> Iterator[
 
 
 _RULES: tuple[Callable[[RunConfig, Asked], Iterator[ConfigError]], ...] = (
+    _engine_name,
     _refused_by_engine,
     _zero,
     _precision,

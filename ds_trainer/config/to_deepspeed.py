@@ -156,10 +156,10 @@ def _contradiction(key: str, item: Any, ours: Any, unified: str | None, reasons:
     says = (
         f"{unified} ({reasons.get(unified, 'default')}) gives {json.dumps(ours)}"
         if ours is not None
-        else (f"{unified} does not write it in this run")
+        else (f"{unified}, which stands for it, is not used in this run")
     )
     return ConfigError(
         f"native.deepspeed.{key} is {json.dumps(item)}, but {says}",
-        "what the unified part says is said there only",
+        "what has a unified key is set by that key alone",
         f"set {unified} and remove native.deepspeed.{key}",
     )

@@ -54,4 +54,9 @@ IGNORED_BY_BF16_OPTIMIZER = (
     "reduce_bucket_size",
     "round_robin_gradients",
 )
-"""Keys without effect where DeepSpeed uses its BF16_Optimizer: stage 1, bf16, fp32 accumulation, no offload."""
+"""Keys without effect where DeepSpeed uses its BF16_Optimizer."""
+
+
+def uses_bf16_optimizer(stage: int, dtype: str | None, grad_dtype: str | None, offload_optimizer: str) -> bool:
+    """Whether DeepSpeed runs on its BF16_Optimizer, which ignores part of the section."""
+    return (stage, dtype, grad_dtype, offload_optimizer) == (1, "bf16", "fp32", "none")

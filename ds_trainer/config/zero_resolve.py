@@ -8,7 +8,7 @@ from typing import Any
 
 from ds_trainer.config.resolved import Machine
 from ds_trainer.config.schema import OffloadParamConfig, ZeroConfig
-from ds_trainer.config.zero_keys import STAGES
+from ds_trainer.config.zero_keys import IGNORED_BY_BF16_OPTIMIZER, STAGES, uses_bf16_optimizer
 
 Derived = dict[str, tuple[Any, str]]
 """Dotted key -> value and reason."""
@@ -42,10 +42,22 @@ class ModelSize:
     hidden_size: int | None = None
 
 
-def derive_zero(zero: ZeroConfig, origins: Mapping[str, str], machine: Machine, size: ModelSize) -> Derived:
-    """Every open value of the section that its stage and offload use; explicit sizes are clamped to the model."""
+def derive_zero(
+    zero: ZeroConfig, dtypes: tuple[str, str], origins: Mapping[str, str], machine: Machine, size: ModelSize
+) -> Derived:
+    """Every open value of the section that the run uses; explicit sizes are clamped to the model.
+
+    Args:
+        zero: The section.
+        dtypes: Formats of the backward pass and of accumulation.
+        origins: Dotted key -> the place that set it.
+        machine: Ranks and device.
+        size: The model's size.
+    """
     derived: Derived = {}
     used = {name for name, stages in STAGES.items() if zero.stage in stages}
+    if uses_bf16_optimizer(zero.stage, *dtypes, zero.offload_optimizer.device):
+        used -= set(IGNORED_BY_BF16_OPTIMIZER)
     for name in _DEFAULTS:
         if name in used and (found := _clamped(zero, name, origins, size.num_parameters)):
             derived[f"zero.{name}"] = found
@@ -72,7 +84,8 @@ def _clamped(zero: ZeroConfig, name: str, origins: Mapping[str, str], elements: 
     asked, constant = getattr(zero, name), _DEFAULTS[name]
     size = constant if asked is None else asked
     # DeepSpeed asserts an even all-gather bucket.
-    most = None if elements is None else elements + elements % 2
+    odd = name == "allgather_bucket_size" and elements is not None and elements % 2
+    most = None if elements is None else elements + bool(odd)
     if most is not None and size > most:
         said = "" if asked is None else f"{origins.get(f'zero.{name}', 'default')} says {asked}; "
         return most, f"{said}no more than the model's {elements} elements"

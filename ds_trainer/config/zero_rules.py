@@ -7,7 +7,13 @@ from collections.abc import Callable, Iterator, Mapping
 from ds_trainer.config.asked import Asked
 from ds_trainer.config.resolved import Machine
 from ds_trainer.config.schema import RunConfig
-from ds_trainer.config.zero_keys import IGNORED_BY_BF16_OPTIMIZER, OFFLOAD_DEVICES, OFFLOAD_STAGES, STAGES
+from ds_trainer.config.zero_keys import (
+    IGNORED_BY_BF16_OPTIMIZER,
+    OFFLOAD_DEVICES,
+    OFFLOAD_STAGES,
+    STAGES,
+    uses_bf16_optimizer,
+)
 from ds_trainer.errors import ConfigError
 
 MOMENTS = {"adamw": 2, "adam": 2, "lion": 1, "adafactor": 0}
@@ -30,12 +36,9 @@ def no_effect_of_zero(config: RunConfig, origins: Mapping[str, str], machine: Ma
     """One line for every key of a resolved config that was set and that DeepSpeed does not act on in this run."""
     zero, precision, asked = config.zero, config.precision, Asked(config, origins)
     found = []
-    if zero.stage == 1 and precision.dtype == "bf16" and precision.grad_dtype == "fp32":
-        if zero.offload_optimizer.device == "none":
-            why = "at stage 1 with bf16 and fp32 accumulation DeepSpeed uses its BF16_Optimizer, which does not read it"
-            found += [
-                f"zero.{name} has no effect: {why}" for name in IGNORED_BY_BF16_OPTIMIZER if asked(f"zero.{name}")
-            ]
+    if uses_bf16_optimizer(zero.stage, precision.dtype, precision.grad_dtype, zero.offload_optimizer.device):
+        why = "at stage 1 with bf16 and fp32 accumulation DeepSpeed uses its BF16_Optimizer, which does not read it"
+        found += [f"zero.{name} has no effect: {why}" for name in IGNORED_BY_BF16_OPTIMIZER if asked(f"zero.{name}")]
     if zero.zero_quantized_gradients:
         found.append("zero.zero_quantized_gradients has no effect on one node: DeepSpeed quantizes between nodes only")
     if zero.offload_optimizer.ratio != 1.0 and machine.device == "cpu":

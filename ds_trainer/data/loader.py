@@ -10,12 +10,13 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from ds_trainer.data.sampler import GlobalBatchSampler
-from ds_trainer.data.sources import TOKENISED_KEYS
 from ds_trainer.data.text import IGNORE
 from ds_trainer.errors import DataError
 
 Batch = dict[str, Any]
 Collator = Callable[[list[Any]], Batch]
+
+PADDED_KEYS = {"input_ids", "labels", "attention_mask"}
 
 
 class MapDataset(Protocol):
@@ -30,7 +31,7 @@ class MapDataset(Protocol):
 
 def padding_id(tokenizer: Any) -> int:
     """The id that fills up short rows. Padding is masked by position, so any valid id does: pad, else eos, else 0."""
-    return next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
+    return next((i for name in ("pad", "eos") if (i := getattr(tokenizer, f"{name}_token_id", None)) is not None), 0)
 
 
 def pad_collate(features: list[Mapping[str, Any]], pad_token_id: int) -> dict[str, torch.Tensor]:
@@ -50,11 +51,11 @@ def pad_collate(features: list[Mapping[str, Any]], pad_token_id: int) -> dict[st
         DataError: A sample lacks `input_ids` or has keys that this collator would have to drop.
     """
     for feature in features:
-        if not isinstance(feature, Mapping) or "input_ids" not in feature or not feature.keys() <= TOKENISED_KEYS:
+        if not isinstance(feature, Mapping) or "input_ids" not in feature or not feature.keys() <= PADDED_KEYS:
             found = sorted(feature) if isinstance(feature, Mapping) else type(feature).__name__
             raise DataError(
                 f"a sample to be padded has {found}",
-                f"the built-in collator takes input_ids and optionally the others of {sorted(TOKENISED_KEYS)}",
+                f"the built-in collator takes input_ids and optionally the others of {sorted(PADDED_KEYS)}",
                 "remove the other columns, or give Trainer(data_collator=...)",
             )
     input_ids = [torch.as_tensor(feature["input_ids"]) for feature in features]
@@ -99,6 +100,16 @@ class BatchLoader:
         self.dataset, self.sampler, self.collate_fn = dataset, sampler, collate_fn
         self.vocab_size, self.max_positions = vocab_size, max_positions
         self.input_wait_s = 0.0
+
+    def over(self, dataset: MapDataset) -> BatchLoader:
+        """A loader that goes through another data set once, in its order, in batches of the same shape."""
+        like = self.sampler
+        sampler = GlobalBatchSampler(
+            len(dataset), like.global_size, like.micro_size, like.data_rank, like.data_ranks, shuffle=False
+        )
+        return BatchLoader(
+            dataset, sampler, self.collate_fn, vocab_size=self.vocab_size, max_positions=self.max_positions
+        )
 
     def step(self, k: int) -> Iterator[Batch]:
         """The micro-batches of step `k`, as many on every rank.

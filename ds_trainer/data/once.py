@@ -31,7 +31,7 @@ def build_once(target: Path, build: Callable[[Path], None]) -> None:
     if target.is_dir():
         return
     target.parent.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(target.with_suffix(".lock"), poll_interval=POLL_S)
+    lock = FileLock(target.with_suffix(".lock"))
     failure = target.with_suffix(".error")
     waited = False
     try:
@@ -39,7 +39,7 @@ def build_once(target: Path, build: Callable[[Path], None]) -> None:
     except Timeout:
         waited = True
         get_logger().info("waiting for another process to make %s", target)
-        lock.acquire()
+        lock.acquire(poll_interval=POLL_S)
     try:
         if target.is_dir():
             return

@@ -39,7 +39,7 @@ def prepare(
 
     Args:
         source: Paths of json, jsonl or parquet files, or a map-style data set of records (see `text.encode`).
-        tokenizer: A Hugging Face tokenizer.
+        tokenizer: A Hugging Face tokenizer; None does for records of `input_ids`.
         data_config: The run's `data` section.
         max_positions: Longest sequence the model takes; None: no limit.
         vocab_size: Rows of the model's embedding; None: unchecked.
@@ -134,7 +134,7 @@ def _samples(
                 continue
             sample = Encoded(sample.input_ids[:limit], sample.labels[:limit])
             stats.add_truncated(sample)
-        stats.add(sample, tokenizer.eos_token_id)
+        stats.add(sample, getattr(tokenizer, "eos_token_id", None))
         yield sample
 
 
@@ -185,6 +185,8 @@ def _why_nothing_is_learned(stats: DataStats, limit: int | None) -> tuple[str, s
 
 def _tokenizer_state(tokenizer: Any) -> list[str]:
     """All that decides which tokens a tokenizer makes of a text."""
+    if tokenizer is None:
+        return []
     if getattr(tokenizer, "is_fast", False):
         state = json.loads(tokenizer.backend_tokenizer.to_str())
         state = {

@@ -18,8 +18,6 @@ Record = Mapping[str, Any]
 Origin = str
 """`file:line`, `file: row n` or `sample n`, for error texts."""
 
-TOKENISED_KEYS = {"input_ids", "labels", "attention_mask"}
-
 
 @dataclass(frozen=True)
 class Source:
@@ -34,19 +32,6 @@ class Source:
     fingerprint: str
     total: int | None
     records: Callable[[], Iterator[tuple[Record, Origin]]]
-
-
-def is_record(record: object) -> bool:
-    """Whether `prepare` understands a data set whose first element is `record`.
-
-    False for features of other kinds (pixels, decoder ids, class labels): these go to the data collator as they are.
-    """
-    if not isinstance(record, Mapping):
-        return False
-    present = {key for key, value in record.items() if value is not None}
-    if "input_ids" in present:
-        return present <= TOKENISED_KEYS and (record.get("labels") is None or hasattr(record["labels"], "__len__"))
-    return "messages" in present or "text" in present or {"prompt", "completion"} <= present
 
 
 def open_source(source: Any, what: str) -> Source:

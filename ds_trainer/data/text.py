@@ -43,7 +43,7 @@ def encode(record: Record, tokenizer: Any, chat_template: str | None, origin: Or
 
     Args:
         record: The record.
-        tokenizer: A Hugging Face tokenizer.
+        tokenizer: A Hugging Face tokenizer; None does for `input_ids`.
         chat_template: Jinja template to use in place of the tokenizer's.
         origin: Where the record is from, for error texts.
 
@@ -58,6 +58,12 @@ def encode(record: Record, tokenizer: Any, chat_template: str | None, origin: Or
     match {key: value for key, value in record.items() if value is not None}:
         case {"input_ids": input_ids, **rest}:
             return _encode_ids(input_ids, rest, origin)
+        case present if tokenizer is None:
+            raise DataError(
+                f"{origin}: the record has the keys {sorted(present)}, and there is no tokenizer",
+                "records other than input_ids become tokens through a tokenizer",
+                "set model.tokenizer, or pass Trainer(processing_class=...)",
+            )
         case {"messages": messages}:
             return _masked(*encode_chat(messages, 0, tokenizer, chat_template, origin))
         case {"prompt": str(prompt), "completion": str(completion)}:

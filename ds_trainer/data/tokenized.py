@@ -117,7 +117,8 @@ def preview(dataset: TokenizedDataset, tokenizer: Any, n: int) -> str:
         for learned, run in groupby(
             zip(sample["input_ids"], sample["labels"], strict=True), key=lambda pair: pair[1] != IGNORE
         ):
-            text = _shorten(tokenizer.decode([token for token, _ in run]))
+            tokens = [token for token, _ in run]
+            text = _shorten(tokenizer.decode(tokens) if tokenizer else str(tokens))
             lines.append(f"  ⟦{text}⟧" if learned else f"  {text}")
     lines.append(f"eos supervised in {dataset.stats.eos_supervised} of {len(dataset)} samples")
     return "\n".join(lines)

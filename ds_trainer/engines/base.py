@@ -90,7 +90,7 @@ class Engine(Protocol):
         """The model's outputs, computed in the run's number format; under ZeRO-3 every rank must call it."""
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Accumulates the gradient of `loss`, this rank's share of the step's loss: shares add up over ranks and calls."""
+        """Accumulates the gradient of `loss`, this rank's share of the step's: shares add up over ranks and calls."""
 
     def finish(self) -> StepOutcome:
         """Reduces, clips, updates and zeroes the gradients, unless the gradient is not finite."""
@@ -137,6 +137,6 @@ def make_engine(resolved: ResolvedConfig, mesh: Mesh) -> Engine:
             return point.load()(resolved, mesh)
     raise ConfigError(
         f"parallel.engine is {name!r}",
-        f"an engine must be installed under the entry-point group ds_trainer.engines; here: {', '.join(engine_names())}",
+        f"it names an engine installed under the entry-point group ds_trainer.engines: {', '.join(engine_names())}",
         "set parallel.engine to one of these, or install the plug-in that provides it",
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -13,12 +14,20 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ds_trainer.config.resolved import ResolvedConfig
 from ds_trainer.engines.base import EngineFacts, OptimizerFactory, StepOutcome
-from ds_trainer.engines.dtypes import TORCH_DTYPES
+from ds_trainer.engines.clip import clip_by_norm, global_norm
+from ds_trainer.engines.dtypes import DTYPE_NAMES, TORCH_DTYPES
 from ds_trainer.engines.measure import content_hash, devices, grouped_parameters, state_tensors, storage_bytes
 from ds_trainer.layout import ParameterSlice
 from ds_trainer.mesh.mesh import Mesh
 from ds_trainer.models.source import WeightSource
 from ds_trainer.models.weights import load_full
+
+# Renamed in torch 2.13, which warns about the old name.
+_SYNC_BUFFERS = (
+    "forward_sync_buffers"
+    if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
+    else "broadcast_buffers"
+)
 
 
 class DDPEngine:
@@ -64,7 +73,8 @@ class DDPEngine:
             gradient_as_bucket_view=config.gradient_as_bucket_view,
             find_unused_parameters=bool(config.find_unused_parameters),
             static_graph=config.static_graph,
-            broadcast_buffers=False,
+            # The buffers are the same on every rank and nothing updates them.
+            **{_SYNC_BUFFERS: False},
         )
         self._register_comm_hook()
         self._optimizer = make_optimizer([(n, p) for n, p in self._model.named_parameters() if p.requires_grad])
@@ -102,13 +112,10 @@ class DDPEngine:
     def finish(self) -> StepOutcome:
         """Clips by the global norm and updates; a gradient that is not finite is dropped."""
         self._scaler.unscale_(self._optimizer)
-        grads = [p.grad for p in self._model.parameters() if p.grad is not None]
-        norm = nn.utils.get_total_norm(grads)
+        norm = global_norm(self._model.parameters())
         finite = bool(norm.isfinite())
         if finite:
-            limit = self.config.optimizer.max_grad_norm
-            if limit:
-                nn.utils.clip_grads_with_norm_([p for p in self._model.parameters() if p.grad is not None], limit, norm)
+            clip_by_norm(self._model.parameters(), self.config.optimizer.max_grad_norm, norm)
             self._scaler.step(self._optimizer)
         self._scaler.update()
         self._optimizer.zero_grad()
@@ -136,7 +143,8 @@ class DDPEngine:
     def state(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
         """Masters and optimizer states of every parameter."""
         return {
-            name: {"master": p.detach(), **self._optimizer.state.get(p, {})} for name, p in self._model.named_parameters()
+            name: {"master": p.detach(), **self._optimizer.state.get(p, {})}
+            for name, p in self._model.named_parameters()
         }
 
     def parameter_hash(self) -> str:
@@ -156,7 +164,7 @@ class DDPEngine:
             param_bytes=storage_bytes(parameters),
             optimizer_bytes=storage_bytes(state_tensors(self._optimizer)),
             nvme_bytes=0,
-            compute_dtype=str(self._compute_dtype).removeprefix("torch."),
+            compute_dtype=DTYPE_NAMES[self._compute_dtype],
         )
 
     def close(self) -> None:

@@ -7,6 +7,7 @@ losses arrive already divided by the step's label tokens, so DeepSpeed's own div
 from __future__ import annotations
 
 import uuid
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -20,7 +21,8 @@ from torch import nn
 from ds_trainer.config.resolved import ResolvedConfig
 from ds_trainer.config.to_deepspeed import to_deepspeed
 from ds_trainer.engines.base import EngineFacts, OptimizerFactory, StepOutcome
-from ds_trainer.engines.dtypes import TORCH_DTYPES
+from ds_trainer.engines.clip import clip_by_norm, global_norm
+from ds_trainer.engines.dtypes import DTYPE_NAMES, TORCH_DTYPES
 from ds_trainer.engines.measure import content_hash, devices, grouped_parameters, state_tensors, storage_bytes
 from ds_trainer.engines.zero3_load import load_partitioned, partition_bounds
 from ds_trainer.layout import ParameterSlice
@@ -45,8 +47,11 @@ class DeepSpeedEngine:
         self.module: nn.Module
         self.native = to_deepspeed(resolved)
         self.stage = self.config.zero.stage
+        if self._clips_itself:
+            self.native["gradient_clipping"] = 0.0
         self._swaps: list[SwapFolder] = []
         self._compute_dtype = TORCH_DTYPES[self.config.precision.dtype or "fp32"]
+        _quieten()
         if mesh.device.type == "cpu":
             disable_shm_comm()
         deepspeed.init_distributed(dist_backend="nccl" if mesh.device.type == "cuda" else "gloo", verbose=False)
@@ -110,11 +115,12 @@ class DeepSpeedEngine:
 
     def finish(self) -> StepOutcome:
         """One DeepSpeed step; ZeRO itself drops a gradient that is not finite, at stage 0 it is done here."""
-        if self._is_plain:
-            norm = nn.utils.get_total_norm([p.grad for p in self._model.parameters() if p.grad is not None])
+        if self._clips_itself:
+            norm = global_norm(self._model.parameters())
             if not norm.isfinite():
                 self.module.zero_grad()
                 return StepOutcome(float("inf"), skipped=True)
+            clip_by_norm(self._model.parameters(), self.config.optimizer.max_grad_norm, norm)
             self.module.step()
             return StepOutcome(float(norm), skipped=False)
         self.module.step()
@@ -123,9 +129,9 @@ class DeepSpeedEngine:
         return StepOutcome(float("inf") if skipped or norm is None else float(norm), skipped)
 
     @property
-    def _is_plain(self) -> bool:
-        """Whether the optimizer updates the model's own fp32 parameters, with no DeepSpeed wrapper around it."""
-        return self.module.optimizer is self.module.basic_optimizer
+    def _clips_itself(self) -> bool:
+        """At stage 0 gradients are clipped here: DeepSpeed would take their norm in fp32 (see `clip.global_norm`)."""
+        return self.stage == 0 and self.config.precision.dtype != "fp16"
 
     def param_groups(self) -> list[dict[str, Any]]:
         """The groups of the optimizer below DeepSpeed's wrapper."""
@@ -198,7 +204,9 @@ class DeepSpeedEngine:
 
     def _state_keys(self) -> list[str]:
         states = self.module.basic_optimizer.state.values()
-        return sorted({key for state in states for key, value in state.items() if torch.is_tensor(value) and value.dim()})
+        return sorted(
+            {key for state in states for key, value in state.items() if torch.is_tensor(value) and value.dim()}
+        )
 
     def parameter_hash(self) -> str | None:
         """Below stage 3 every rank holds every parameter."""
@@ -207,7 +215,7 @@ class DeepSpeedEngine:
     def facts(self) -> EngineFacts:
         """Measures DeepSpeed's engine, its optimizer's flat buffers, and the swap files."""
         parameters = list(self._model.parameters())
-        masters = grouped_parameters(self.module.basic_optimizer)
+        masters = self._masters()
         states = state_tensors(self.module.basic_optimizer)
         nvme_bytes = sum(swap.bytes() for swap in self._swaps)
         if self.stage == 3:
@@ -216,6 +224,7 @@ class DeepSpeedEngine:
             param_device = "nvme" if on_nvme else devices(shards)
         else:
             shards, param_device = parameters, devices(parameters)
+        autocast = self.module.torch_autocast_dtype() if self.module.torch_autocast_enabled() else None
         return EngineFacts(
             engine=type(self.module).__name__,
             optimizer=type(self.module.basic_optimizer).__name__,
@@ -224,10 +233,18 @@ class DeepSpeedEngine:
             param_device=param_device,
             optimizer_device="nvme" if self._optimizer_on_nvme() else devices(masters),
             param_bytes=storage_bytes(shards),
-            optimizer_bytes=storage_bytes([*masters, *states]) if not self._is_plain else storage_bytes(states),
+            optimizer_bytes=storage_bytes([*masters, *states])
+            if self.module.optimizer is not self.module.basic_optimizer
+            else storage_bytes(states),
             nvme_bytes=nvme_bytes,
-            compute_dtype=str(self._compute_dtype).removeprefix("torch."),
+            compute_dtype=DTYPE_NAMES[autocast or parameters[0].dtype],
         )
+
+    def _masters(self) -> list[torch.Tensor]:
+        """What the optimizer updates; at stage 3 its groups hold one sub-group at a time."""
+        if self.stage == 3:
+            return self.module.optimizer.fp32_partitioned_groups_flat
+        return grouped_parameters(self.module.basic_optimizer)
 
     def _optimizer_on_nvme(self) -> bool:
         optimizer = self.module.optimizer
@@ -241,3 +258,9 @@ class DeepSpeedEngine:
             self.module.destroy()
         for swap in self._swaps:
             swap.close()
+
+
+def _quieten() -> None:
+    """Leaves out DeepSpeed's progress messages, and torch's advice to DeepSpeed about renamed collectives."""
+    deepspeed.utils.set_log_level_from_string("error")
+    warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)

@@ -43,15 +43,18 @@ def load_partitioned(
     """
     if weights is None:
         model.to(dtype)
-        deepspeed.zero.Init(module=model, config_dict_or_path=native, dtype=dtype)
+        deepspeed.zero.Init(module=model, config_dict_or_path=native)
         return
     fill_buffers(model, weights, mesh.device)
-    partitioner = _OwnSlices(config_dict_or_path=native, dtype=dtype)
+    # Its format follows from the JSON: DeepSpeed 0.19 on CPU takes an explicit `dtype` of fp32 for bf16.
+    partitioner = _OwnSlices(config_dict_or_path=native)
     # ZeRO++ keeps a second copy per node, cut from the whole tensor.
     whole = native["zero_optimization"].get("zero_hpz_partition_size", 1) > 1
     for name, parameter in model.named_parameters():
         value = torch.empty(parameter.shape, dtype=dtype, device=mesh.device)
-        start, stop = (0, value.numel()) if whole else even_flat_range(value.numel(), mesh.grid.dp_size, mesh.grid.dp_rank)
+        start, stop = (
+            (0, value.numel()) if whole else even_flat_range(value.numel(), mesh.grid.dp_size, mesh.grid.dp_rank)
+        )
         if stop > start:
             value.view(-1)[start:stop] = weights.read(name, dtype, (start, stop))
         materialised = nn.Parameter(value, requires_grad=parameter.requires_grad)
@@ -62,6 +65,4 @@ def load_partitioned(
 
 def partition_bounds(parameter: nn.Parameter) -> tuple[int, int]:
     """Start and stop of this rank's shard in the flattened parameter, padding left out."""
-    return even_flat_range(
-        parameter.ds_numel, parameter.ds_zero_partition_world_size, parameter.ds_zero_partition_rank
-    )
+    return even_flat_range(parameter.ds_numel, parameter.ds_zero_partition_world_size, parameter.ds_zero_partition_rank)

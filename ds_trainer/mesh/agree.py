@@ -11,7 +11,7 @@ from ds_trainer.mesh.mesh import Mesh
 
 @contextmanager
 def agreed(mesh: Mesh) -> Iterator[None]:
-    """Runs a block that may fail on some ranks; afterwards all ranks go on, or all raise the first failing rank's error.
+    """Runs a block that may fail on some ranks; then all ranks go on, or all raise the first failing rank's error.
 
     Comm: one gather of a small object over the data ranks at the end of the block.
 

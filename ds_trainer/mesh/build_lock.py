@@ -98,12 +98,13 @@ def clear_torch_lock(lock: Path, known_dead: bool, grace_s: float | None = None)
 def lock_holder(lock: Path) -> psutil.Process | None:
     """The process on this machine that holds torch's lock, if one is seen.
 
-    torch keeps the file open while it holds it, and the compilers it starts work in the op's folder.
+    torch keeps the file open while it holds it; a ninja that outlived it still works in the op's folder.
     """
     path, folder = str(lock.resolve()), str(lock.parent.resolve())
     for process in psutil.process_iter():
         try:
-            if process.cwd() == folder or any(opened.path == path for opened in process.open_files()):
+            compiles = process.name() == "ninja" and process.cwd() == folder
+            if compiles or any(opened.path == path for opened in process.open_files()):
                 return process
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue

@@ -41,6 +41,7 @@ _USUAL_TIME = {"cpu_adam": "1 to 2 minutes", "cpu_lion": "1 to 2 minutes", "asyn
 _SAY = {"all_ranks": True}
 _MARKER = "ds_trainer.json"
 _LOG_LINES = 15
+_LOG_WIDTH = 200
 _REPEAT_S = 30.0
 _LOADING_S = 10.0
 
@@ -132,7 +133,11 @@ def _compile(op: str, held: BuildLock) -> None:
     folder = extensions_dir() / op
     folder.mkdir(exist_ok=True)
     log = folder / "ds_trainer.log"
-    get_logger().info("compiling DeepSpeed's %s once into %s (%s)", op, folder, _USUAL_TIME[op], extra=_SAY)
+    if (folder / f"{op}.so").exists():
+        text = "checking DeepSpeed's %s in %s: seconds, or %s if the environment has changed"
+    else:
+        text = "compiling DeepSpeed's %s once into %s: %s"
+    get_logger().info(text, op, folder, _USUAL_TIME[op], extra=_SAY)
     # Loading an op is what builds it, and proves that the result can be loaded.
     script = (
         "from deepspeed.accelerator import get_accelerator; "
@@ -143,14 +148,21 @@ def _compile(op: str, held: BuildLock) -> None:
         process = subprocess.Popen([sys.executable, "-c", script], stdout=output, stderr=subprocess.STDOUT)
         code = _wait(process, op)
     if code != 0:
-        last = "\n    ".join(log.read_text(errors="replace").splitlines()[-_LOG_LINES:])
         raise MachineError(
-            f"DeepSpeed's {op} did not compile (exit code {code}); the last lines of {log}:\n    {last}",
+            f"DeepSpeed's {op} did not compile (exit code {code}); from {log}:\n    {_last_words(log)}",
             f"{KEYS[op]} needs this op",
             f'mend what the compiler names and run `ds-trainer doctor --build-ops`, or set {KEYS[op]} to "none"',
         )
     (folder / _MARKER).write_text(json.dumps(_build_key()))
     held.end()
+
+
+def _last_words(log: Path) -> str:
+    """The compiler's last lines, which come before Python's tracebacks, and the error that ended it all."""
+    lines = [line[:_LOG_WIDTH] for line in log.read_text(errors="replace").splitlines()]
+    tracebacks = (number for number, line in enumerate(lines) if line.startswith("Traceback"))
+    compiler = lines[: next(tracebacks, len(lines) - 1)]
+    return "\n    ".join(compiler[-_LOG_LINES:] + lines[-1:])
 
 
 def _wait(process: subprocess.Popen, op: str) -> int:

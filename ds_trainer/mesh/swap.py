@@ -1,7 +1,7 @@
-"""Swap folders on an NVMe drive: one per run and rank, removed when the run ends or, if it was killed, at the next start.
+"""Swap folders on an NVMe drive: one per run and rank, removed at its end or, if it was killed, at the next start.
 
-DeepSpeed puts `zero_stage_3/optimizer/rank<r>` and `zero_stage_3/<dtype>params/rank<r>` below the path it is given and never
-removes either: two jobs on one path would read each other's files, and a drive would fill up run by run.
+DeepSpeed puts `zero_stage_3/optimizer/rank<r>` and `zero_stage_3/<dtype>params/rank<r>` below the path it is given, and
+removes neither: two jobs on one path would read each other's files, and a drive would fill up run by run.
 """
 
 from __future__ import annotations
@@ -84,6 +84,10 @@ class SwapFolder:
         (self.path / _OWNER).write_text(json.dumps(asdict(Owner.this_process())))
         self._pid = os.getpid()
         atexit.register(self.close)
+
+    def bytes(self) -> int:
+        """Bytes in the swap files."""
+        return sum(file.stat().st_size for file in self.path.rglob("*.swp"))
 
     def close(self) -> None:
         """Removes the folder; may be called twice, and does nothing in a forked child."""

@@ -10,7 +10,6 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 
 import torch
-from accelerate import init_empty_weights
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
@@ -63,17 +62,6 @@ class Recipe:
             converter.add_tensor(self.target, name, pattern, get(name))  # type: ignore[arg-type]  # Tensors are taken too.
         made = converter.convert(self.target, model=model, config=model.config)
         return {self.rename(name): t[0] if isinstance(t, list) else t for name, t in made.items()}
-
-
-def empty_twin(model: PreTrainedModel) -> PreTrainedModel:
-    """A model of the same class and config, parameters on meta and ties in place.
-
-    An engine may have cut the parameters of `model` itself to this rank's shards, so that their shapes say nothing.
-    """
-    with init_empty_weights(include_buffers=False):
-        twin = type(model)(deepcopy(model.config))
-    twin.tie_weights()
-    return twin
 
 
 def load_recipes(twin: PreTrainedModel, names: Iterable[str]) -> tuple[list[Recipe], list[str], list[WeightTransform]]:

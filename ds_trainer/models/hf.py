@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import transformers
-from accelerate import init_empty_weights
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.models.auto.auto_factory import _BaseAutoModelClass
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -17,6 +16,7 @@ from ds_trainer.config.schema import ModelConfig
 from ds_trainer.errors import ConfigError, ModelError
 from ds_trainer.log import get_logger
 from ds_trainer.models.hub import resolve_folder
+from ds_trainer.models.skeleton import skeleton
 
 
 def build_skeleton(folder: str, model_config: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
@@ -40,15 +40,13 @@ def build_skeleton(folder: str, model_config: ModelConfig, dtype: torch.dtype) -
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=model_config.trust_remote_code)
         _refuse_quantized(config, folder)
-        with init_empty_weights(include_buffers=False):
-            model = auto_class.from_config(config, dtype=dtype, **options)
+        model = skeleton(lambda: auto_class.from_config(config, dtype=dtype, **options))
     except (ValueError, ImportError, OSError) as error:
         raise ModelError(
             f"transformers {transformers.__version__} cannot build the model of {folder}: {error}",
             "the checkpoint's class must be known, its code trusted, and the attention implementation installed",
             "see model.path, model.auto_class, model.trust_remote_code and model.attn_implementation",
         ) from error
-    model.tie_weights()  # Moving parameters to meta one by one has made two of each tied one.
     if model.can_generate() and Path(folder, "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
     prepare_for_training(model, model_config)

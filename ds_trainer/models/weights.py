@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -17,7 +18,8 @@ from transformers import PreTrainedModel
 from ds_trainer.errors import ModelError
 from ds_trainer.layout import rows_covering
 from ds_trainer.log import warn_once
-from ds_trainer.models.conversions import Recipe, empty_twin, load_recipes, tied_groups
+from ds_trainer.models.conversions import Recipe, load_recipes, tied_groups
+from ds_trainer.models.skeleton import empty_twin
 from ds_trainer.models.source import WeightSource
 from ds_trainer.models.spec import pickled_files, read_headers, safetensors_files
 
@@ -194,7 +196,7 @@ def _open_pickled(folder: str, allowed: bool) -> dict[str, _Stored]:
     for file in files:
         try:
             tensors |= torch.load(Path(folder, file), map_location="cpu", weights_only=True, mmap=True)
-        except (RuntimeError, EOFError, ValueError) as error:
+        except (RuntimeError, EOFError, ValueError, UnpicklingError) as error:
             raise ModelError(
                 f"{file} in {folder} cannot be read: {str(error).splitlines()[0]}",
                 "pickled weights are read without running code and without holding the file in memory",

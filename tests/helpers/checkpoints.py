@@ -7,10 +7,11 @@ from pathlib import Path
 
 import torch
 import transformers
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
-VOCAB = 96
+from tests.helpers.tokenizers import make_tokenizer
+
+VOCAB = 320
 
 _COMMON = dict(vocab_size=VOCAB, bos_token_id=1, eos_token_id=2, pad_token_id=0, tie_word_embeddings=False)
 _LLAMA = dict(
@@ -36,8 +37,6 @@ _KINDS: dict[str, tuple[str, dict]] = {
 }
 KINDS = tuple(_KINDS)
 
-CHAT_TEMPLATE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
-
 
 def make_model(kind: str, seed: int = 0, **changes: object) -> PreTrainedModel:
     """A tiny model with random fp32 values of the given seed; `changes` go to its config."""
@@ -45,18 +44,6 @@ def make_model(kind: str, seed: int = 0, **changes: object) -> PreTrainedModel:
     config = getattr(transformers, name)(**(_COMMON | options | changes))
     torch.manual_seed(seed)
     return AutoModelForCausalLM.from_config(config)
-
-
-def make_tokenizer(size: int = VOCAB) -> PreTrainedTokenizerFast:
-    """A word-level tokenizer with ids 0 to `size - 1` and a chat template."""
-    words = ["<pad>", "<s>", "</s>", "<unk>", *(f"w{i}" for i in range(4, size))]
-    core = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
-    core.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=core, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>"
-    )
-    tokenizer.chat_template = CHAT_TEMPLATE
-    return tokenizer
 
 
 def make_checkpoint(
@@ -72,7 +59,7 @@ def make_checkpoint(
     """Writes a tiny checkpoint with `save_pretrained`, or pickled as transformers once did, and returns its folder."""
     model = make_model(kind, seed, **changes).to(dtype)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
-    make_tokenizer(model.config.vocab_size).save_pretrained(folder)
+    make_tokenizer(Path(folder))
     if pickled:
         for path in Path(folder).glob("model*.safetensors*"):
             path.unlink()

@@ -8,7 +8,15 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 
-def tiny_llama(tied: bool = True, vocab: int = 65, layers: int = 2, hidden: int = 32, intermediate: int | None = None, seed: int = 0, **extra):
+def tiny_llama(
+    tied: bool = True,
+    vocab: int = 65,
+    layers: int = 2,
+    hidden: int = 32,
+    intermediate: int | None = None,
+    seed: int = 0,
+    **extra,
+):
     """A Llama of a few thousand parameters, fp32, seeded."""
     torch.manual_seed(seed)
     config = LlamaConfig(

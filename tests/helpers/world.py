@@ -6,6 +6,7 @@ What makes a multi-process test slow is importing torch in each rank, not starti
 from __future__ import annotations
 
 import faulthandler
+import gc
 import multiprocessing
 import os
 import sys
@@ -15,7 +16,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-PRELOAD = ["torch", "transformers.models.llama.modeling_llama", "deepspeed", "datasets", "ds_trainer.trainer"]
+PRELOAD = [
+    "torch",
+    # DeepSpeed imports these at its first set-up, which takes seconds.
+    "torch._inductor.compile_fx",
+    "deepspeed.runtime.zero.muon.muon_optimizer",
+    "transformers.models.llama.modeling_llama",
+    "datasets",
+    "deepspeed.runtime.superoffload.superoffload_stage3",
+    "ds_trainer.engines.ddp",
+    "ds_trainer.engines.deepspeed",
+    "ds_trainer.trainer",
+]
 
 
 class World:
@@ -80,11 +92,10 @@ def _receive(receiver: Any, timeout_s: float) -> tuple[bool, Any]:
         return False, "ended without a result"
 
 
-def _rank(
-    function: Callable, args: tuple, rank: int, ranks: int, folder: str, sender: Any, timeout_s: float
-) -> None:
+def _rank(function: Callable, args: tuple, rank: int, ranks: int, folder: str, sender: Any, timeout_s: float) -> None:
     import torch
 
+    gc.freeze()  # A collection would otherwise walk, and so copy, all that the fork shares with the server.
     faulthandler.dump_traceback_later(timeout_s, exit=True)
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(ranks))

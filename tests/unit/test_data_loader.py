@@ -39,7 +39,7 @@ def test_padding_that_a_sample_brings_along_is_neither_seen_nor_learned():
 def test_the_padding_id_is_pad_else_eos_else_zero():
     assert padding_id(make_tokenizer(pad_token="<pad>")) == 0
     assert padding_id(make_tokenizer(pad_token=None)) == make_tokenizer().eos_token_id == 2
-    assert padding_id(make_tokenizer(pad_token=None, eos_token=None)) == 0
+    assert padding_id(make_tokenizer(pad_token=None, eos_token=None)) == padding_id(None) == 0
 
 
 def test_columns_that_the_built_in_collator_would_drop_are_refused():
@@ -89,6 +89,13 @@ def test_a_data_collator_of_the_users_own_gets_the_samples_and_its_filler_is_sil
     assert [b["labels"].tolist() for b in loader(collate_fn=collator).step(0)] == [[[10], [11]], [[12], [13]]]
     (filler,) = loader(collate_fn=collator, data_rank=1, data_ranks=2).step(1)
     assert filler["labels"].tolist() == [[-100]]
+
+
+def test_another_data_set_is_gone_through_once_in_its_order():
+    other = loader(data_rank=1, data_ranks=2, vocab_size=15).over(SAMPLES[::-1])
+    assert other.sampler.steps_per_epoch == 2
+    assert [batch["input_ids"][:, 0].tolist() for batch in other.step(0)] == [[12, 11]]
+    assert other.vocab_size == 15
 
 
 def test_a_filler_without_labels_is_refused():

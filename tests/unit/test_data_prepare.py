@@ -146,6 +146,15 @@ def test_a_label_on_the_first_token_does_not_count_for_no_token_predicts_it(run)
     assert run([{"input_ids": [5, 6, 7]}]).stats.label_tokens == 2
 
 
+def test_token_ids_need_no_tokenizer_and_text_does(run, tmp_path):
+    config = DataConfig(cache_dir=str(tmp_path / "cache"))
+    dataset = prepare([{"input_ids": [5, 6]}], None, config, max_positions=None, vocab_size=None)
+    assert dataset[0] == {"input_ids": [5, 6], "labels": [5, 6]}
+    assert preview(dataset, None, 1).splitlines()[1:] == ["  ⟦[5, 6]⟧", "eos supervised in 0 of 1 samples"]
+    with pytest.raises(DataError, match=r"(?s)train sample 0: .*'text'.*model\.tokenizer"):
+        prepare([{"text": "a"}], None, config, max_positions=None, vocab_size=None)
+
+
 def test_an_empty_data_set_is_refused(run, tmp_path):
     (tmp_path / "a.jsonl").write_text("\n")
     for source in (str(tmp_path / "a.jsonl"), []):

@@ -7,7 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from ds_trainer.data.sources import is_record, open_source
+from ds_trainer.data.sources import open_source
 from ds_trainer.errors import DataError
 
 RECORDS = [{"text": "a"}, {"text": "b\nc"}, {"text": "d"}]
@@ -100,13 +100,3 @@ def test_what_is_no_map_style_data_set_is_refused():
         open_source(datasets.DatasetDict(train=datasets.Dataset.from_list(RECORDS)), "train")
     with pytest.raises(DataError, match="map-style"):
         open_source((record for record in RECORDS), "train")
-
-
-def test_records_are_told_from_features_that_only_a_collator_understands():
-    assert is_record({"text": "a", "id": 3})
-    assert is_record({"input_ids": [1], "labels": [1]})
-    assert is_record({"text": None, "prompt": "a", "completion": "b"})
-    assert not is_record({"input_ids": [1], "labels": 0})
-    assert not is_record({"input_ids": [1], "decoder_input_ids": [1]})
-    assert not is_record({"pixel_values": [0.0]})
-    assert not is_record([1, 2])

@@ -1,0 +1,66 @@
+"""The `ds-trainer` command. Handlers are imported when they are called, so that `config` loads no torch."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from importlib import import_module
+
+from ds_trainer.cli.train import add_train_arguments
+from ds_trainer.errors import exit_on_user_error
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command.
+
+    Args:
+        argv: Arguments; None: those of the process.
+
+    Returns:
+        The exit code; a `UserError` exits with 2 and its text on stderr.
+    """
+    args = _parser().parse_args(argv)
+    with exit_on_user_error(args.debug):
+        return import_module(args.handler).run(args)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="ds-trainer", description="Fine-tune Hugging Face checkpoints from one JSON.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    train = commands.add_parser("train", help="train", allow_abbrev=False)
+    train.add_argument("config", help="the run's JSON")
+    add_train_arguments(train)
+    train.set_defaults(handler="ds_trainer.cli.train")
+    _add_config(commands.add_parser("config", help="show, check and translate a run's JSON"))
+    _add_doctor(commands.add_parser("doctor", help="say what this machine can run", allow_abbrev=False))
+    return parser
+
+
+def _add_config(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(handler="ds_trainer.cli.config")
+    actions = parser.add_subparsers(dest="action", required=True)
+    for name, text in (
+        ("show", "print every resolved value and where it comes from"),
+        ("check", "report every fault, without starting anything"),
+        ("translate", "print the native JSON of an engine"),
+    ):
+        action = actions.add_parser(name, help=text, allow_abbrev=False)
+        action.add_argument("config", help="the run's JSON")
+        action.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key")
+        action.add_argument("--deepspeed_config", metavar="DS.JSON", help="DeepSpeed JSON (native.deepspeed)")
+        action.add_argument("--world", type=int, default=1, metavar="N", help="number of ranks (default: 1)")
+        action.add_argument("--device", choices=("cpu", "cuda"), help="kind of device (default: this machine's)")
+        action.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    translate = actions.choices["translate"]
+    translate.add_argument("--to", choices=("deepspeed",), default="deepspeed", help="engine (default: %(default)s)")
+    translate.add_argument(
+        "--standalone", action="store_true", help="add optimizer and scheduler, for use outside ds_trainer"
+    )
+    actions.add_parser("schema", help="print the JSON Schema of a run").set_defaults(debug=False)
+
+
+def _add_doctor(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(handler="ds_trainer.cli.doctor")
+    parser.add_argument("--build-ops", action="store_true", help="compile DeepSpeed's ops ahead of the first run")
+    parser.add_argument("--ops", nargs="+", metavar="NAME", help="which ops to build")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")

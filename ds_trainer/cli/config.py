@@ -1,0 +1,151 @@
+"""`ds-trainer config show | check | translate | schema`: all without torch and without a process group."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from ds_trainer.config.cost import state_bytes
+from ds_trainer.config.coverage import coverage, covered_engines
+from ds_trainer.config.io import load_config, read_config
+from ds_trainer.config.keys import flatten, leaf_values
+from ds_trainer.config.local_files import check_files
+from ds_trainer.config.machine import probe_machine_pure
+from ds_trainer.config.native_keys import unified_keys
+from ds_trainer.config.resolve import resolve
+from ds_trainer.config.resolved import ResolvedConfig
+from ds_trainer.config.schema import RunConfig
+from ds_trainer.config.to_deepspeed import to_deepspeed
+from ds_trainer.config.zero_rules import moments
+from ds_trainer.errors import ConfigError, ConfigErrors, UserError
+from ds_trainer.models.spec import ModelSpec, read_spec
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs one action; the handler of `ds-trainer config`."""
+    match args.action:
+        case "show":
+            return _show(args)
+        case "check":
+            return _check(args)
+        case "translate":
+            return _translate(args)
+        case _:
+            print(json.dumps(json_schema(), indent=2))
+            return 0
+
+
+def json_schema() -> dict:
+    """The JSON Schema of a run."""
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **RunConfig.model_json_schema(by_alias=True)}
+
+
+def _resolved(args: argparse.Namespace) -> ResolvedConfig:
+    config, origins = load_config(args.config, args.set, args.deepspeed_config)
+    machine = probe_machine_pure(args.world, args.device or config.run.device)
+    return resolve(config, origins, machine, _local_spec(config))
+
+
+def _local_spec(config: RunConfig) -> ModelSpec | None:
+    """The checkpoint's shapes where it is a folder on this machine."""
+    folder = Path(config.model.path or "").expanduser()
+    return read_spec(str(folder)) if config.model.path and folder.is_dir() else None
+
+
+def _translate(args: argparse.Namespace) -> int:
+    resolved = _resolved(args)
+    if resolved.config.parallel.engine != args.to:
+        raise ConfigError(
+            f"parallel.engine is {resolved.config.parallel.engine!r}",
+            f"only a run of the {args.to} engine has a native {args.to} config",
+            f"set parallel.engine to {args.to}",
+        )
+    print(json.dumps(to_deepspeed(resolved, args.standalone), indent=2))
+    return 0
+
+
+def _check(args: argparse.Namespace) -> int:
+    loaded = read_config(args.config, args.set, args.deepspeed_config)
+    errors: list[UserError] = [*loaded.errors, *check_files(loaded.config)]
+    spec = None
+    try:
+        spec = _local_spec(loaded.config)
+    except UserError as error:
+        errors.append(error)
+    try:
+        machine = probe_machine_pure(args.world, args.device or loaded.config.run.device)
+        resolved = resolve(loaded.config, loaded.origins, machine, spec)
+    except ConfigErrors as found:
+        errors += found.errors
+    else:
+        for text in resolved.warnings:
+            print(f"warning: {text}")
+    if errors:
+        print("\n\n".join(str(error) for error in errors), file=sys.stderr)
+        return 2
+    print(f"{args.config}: ok for {args.world} x {machine.device}")
+    return 0
+
+
+def _show(args: argparse.Namespace) -> int:
+    from rich.console import Console
+    from rich.table import Column, Table
+
+    resolved = _resolved(args)
+    console = Console()
+    title = f"{args.config} on {args.world} x {resolved.machine.device}"
+    value, reason = Column("value", overflow="fold"), Column("where from, or why", overflow="fold")
+    table = Table(Column("key", no_wrap=True), value, reason, title=title)
+    for key, text, why in rows(resolved):
+        table.add_row(key, text, why)
+    console.print(table)
+    for text in resolved.warnings:
+        console.print(f"warning: {text}")
+    if costs := cost_rows(resolved):
+        title = f"bytes per parameter and rank, {resolved.data_ranks} ranks, without offload and buffers"
+        table = Table("stage", "gradients", "after backward", "after step", "", title=title)
+        for row in costs:
+            table.add_row(*row)
+        console.print(table)
+    return 0
+
+
+def rows(resolved: ResolvedConfig) -> list[tuple[str, str, str]]:
+    """Key, value and reason of everything that has a part in the run."""
+    idle = _without_part(resolved)
+    return [
+        (key, json.dumps(item), resolved.reasons[key])
+        for key, item in leaf_values(resolved.config).items()
+        if key not in idle
+    ]
+
+
+def _without_part(resolved: ResolvedConfig) -> set[str]:
+    """Keys that the engine refuses, or that belong to a stage, an offload or a format that the run does not have."""
+    engine = resolved.config.parallel.engine
+    if engine not in covered_engines():
+        return set()
+    idle = {key for key in leaf_values(resolved.config) if coverage(key, engine).status == "refused"}
+    if engine == "deepspeed":
+        written = flatten(to_deepspeed(resolved))
+        natives = unified_keys().items()
+        idle |= {key for _, key in natives} - {key for native, key in natives if native in written}
+    return {key for key in idle if not key.endswith(".device")} | {"$schema"}
+
+
+def cost_rows(resolved: ResolvedConfig) -> list[tuple[str, ...]]:
+    """What every stage keeps, with fp32 gradients and with the backward pass's own; the run's own row is marked."""
+    config, dtype = resolved.config, resolved.config.precision.dtype
+    if dtype not in ("fp32", "bf16"):
+        return []
+    stages = (0, 1, 2, 3) if config.parallel.engine == "deepspeed" else (0,)
+    own = (config.zero.stage if config.parallel.engine == "deepspeed" else 0, config.precision.grad_dtype)
+    table: list[tuple[str, ...]] = []
+    for stage in stages:
+        for grad_dtype in dict.fromkeys(("fp32", "fp32" if stage == 0 else dtype)):
+            backward, step = state_bytes(stage, dtype, grad_dtype, resolved.data_ranks, moments(config))
+            mark = "this run" if (stage, grad_dtype) == own else ""
+            table.append((str(stage), grad_dtype, f"{backward:.4g}", f"{step:.4g}", mark))
+    return table

@@ -1,0 +1,60 @@
+"""`ds-trainer doctor`: says what this machine can run, and compiles DeepSpeed's ops ahead of the first run."""
+
+from __future__ import annotations
+
+import argparse
+
+from rich.console import Console
+from rich.table import Table
+
+from ds_trainer.errors import ConfigError
+from ds_trainer.mesh.doctor import Finding, examine
+from ds_trainer.mesh.ops import BUILDERS, ensure_ops, use_own_extensions_dir
+from ds_trainer.mesh.toolchain import has_libaio
+
+
+def run(args: argparse.Namespace) -> int:
+    """The handler of `ds-trainer doctor`.
+
+    Returns:
+        0, or 1 when no run can work on this machine.
+    """
+    use_own_extensions_dir()
+    console = Console()
+    if args.build_ops:
+        ensure_ops(_checked(args.ops) if args.ops else _usual_ops(console))
+    findings = examine()
+    console.print(table(findings))
+    return int(any(finding.is_broken for finding in findings))
+
+
+def table(findings: list[Finding]) -> Table:
+    """The report as a table."""
+    out = Table(box=None, pad_edge=False)
+    for heading in ("", "what", "found", "note"):
+        out.add_column(heading, overflow="fold")
+    for finding in findings:
+        mark = "[green]ok[/]" if finding.ok else "[red]no[/]" if finding.needed else "[yellow]--[/]"
+        out.add_row(mark, finding.name, finding.value, finding.note)
+    return out
+
+
+def _checked(ops: list[str]) -> list[str]:
+    unknown = [op for op in ops if op not in BUILDERS]
+    if unknown:
+        raise ConfigError(
+            f"--ops names {', '.join(unknown)}",
+            f"the ops that a run can use are {', '.join(BUILDERS)}",
+            "name some of these, or leave --ops out",
+        )
+    return ops
+
+
+def _usual_ops(console: Console) -> list[str]:
+    """What offload with AdamW needs: the CPU optimizer, and asynchronous I/O where libaio is installed."""
+    if has_libaio():
+        return ["cpu_adam", "async_io"]
+    console.print(
+        "async_io is left out: libaio is missing, so nvme offload cannot run (Debian: apt install libaio-dev)"
+    )
+    return ["cpu_adam"]

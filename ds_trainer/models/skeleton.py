@@ -1,0 +1,59 @@
+"""Models without values: parameters on meta, which costs neither memory nor time however large they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+
+import torch
+from accelerate import init_empty_weights
+from transformers import PreTrainedModel
+
+Build = Callable[[], PreTrainedModel]
+
+
+def skeleton(build: Build) -> PreTrainedModel:
+    """The model that `build` constructs, parameters on meta and ties in place, buffers real.
+
+    No checkpoint holds a buffer such as rotary frequencies, so every rank computes it: by the class's own
+    initialisation, as `from_pretrained` does, or by its constructor where that leaves a buffer out.
+    """
+    model = _on_meta(build)
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                module._buffers[name] = torch.full_like(buffer, _unset(buffer.dtype), device="cpu")
+    model.initialize_weights()
+    filled = all(bool((buffer == buffer).all() & (buffer != _unset(buffer.dtype)).all()) for buffer in model.buffers())
+    return model if filled else _parameters_on_meta(build)
+
+
+def empty_twin(model: PreTrainedModel) -> PreTrainedModel:
+    """A model of the same class and config, parameters on meta and ties in place; its buffers hold nothing of use.
+
+    An engine may have cut the parameters of `model` itself to this rank's shards, so that their shapes say nothing.
+    """
+    return _on_meta(lambda: type(model)(deepcopy(model.config)))
+
+
+def _on_meta(build: Build) -> PreTrainedModel:
+    try:
+        with torch.device("meta"):
+            return build()
+    except (RuntimeError, NotImplementedError):  # Some constructors look at values, which tensors on meta lack.
+        return _parameters_on_meta(build)
+
+
+def _parameters_on_meta(build: Build) -> PreTrainedModel:
+    """Constructs on the host, one parameter at a time moved to meta."""
+    with init_empty_weights(include_buffers=False):
+        model = build()
+    model.tie_weights()  # Moving them one by one has made two of each tied parameter.
+    return model
+
+
+def _unset(dtype: torch.dtype) -> float | int:
+    """A value that no buffer holds once it is filled; a buffer of truth values has none and counts as not filled."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return float("nan")
+    return 0 if dtype == torch.bool else torch.iinfo(dtype).min

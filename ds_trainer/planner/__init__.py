@@ -1,0 +1,1 @@
+"""What a run needs, worked out before it starts."""

@@ -1,0 +1,221 @@
+"""Bytes per parameter that a rank really keeps under ZeRO, beside what the ZeRO paper counts. Pure.
+
+The parts were read in DeepSpeed 0.19.8's source and measured at 1, 2 and 4 ranks: unique storages of all live tensors,
+with communication buckets, swap buffers, activations and gathered parameters kept out or near zero. Buckets and swap
+buffers are set in elements rather than by the model: see `ds_trainer.planner.needs`.
+
+Source: Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", section 5.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+_MOMENTS = {"adamw": 2, "adam": 2, "lion": 1, "sgd": 0, "adafactor": 0}
+
+Place = Literal["device", "host", "nvme"]
+Offload = Literal["none", "cpu", "nvme"]
+_PLACES: dict[str, Place] = {"none": "device", "cpu": "host", "nvme": "nvme"}
+
+
+@dataclass(frozen=True)
+class Part:
+    """One kind of tensor that a rank keeps.
+
+    Args:
+        name: What it is.
+        size: Bytes per parameter of the model.
+        place: Where it lies; `device` is host memory too where the device is the CPU.
+        lasting: False when it is freed by the optimizer step.
+    """
+
+    name: str
+    size: float
+    place: Place = "device"
+    lasting: bool = True
+
+
+@dataclass(frozen=True)
+class MemoryRow:
+    """Bytes per parameter of the model on one rank.
+
+    Args:
+        parts: What is kept; after the last backward all of it, after the step the lasting ones.
+        transient: Bytes that the last backward needs on top, and frees before it ends.
+        paper: What the ZeRO paper counts, in these formats.
+        why: Why the two differ.
+    """
+
+    parts: tuple[Part, ...]
+    transient: float
+    paper: float
+    why: str
+
+    @property
+    def after_backward(self) -> float:
+        """Bytes in device and host memory after the last backward of a step."""
+        return sum(part.size for part in self.parts if part.place != "nvme")
+
+    @property
+    def after_step(self) -> float:
+        """Bytes in device and host memory after the optimizer step."""
+        return sum(part.size for part in self.parts if part.place != "nvme" and part.lasting)
+
+    @property
+    def peak(self) -> float:
+        """The most bytes at any time, in device and host memory."""
+        return self.after_backward + self.transient
+
+    @property
+    def host(self) -> float:
+        """Bytes that lie in host memory where the device is a GPU."""
+        return sum(part.size for part in self.parts if part.place == "host")
+
+    @property
+    def nvme(self) -> float:
+        """Bytes in swap files."""
+        return sum(part.size for part in self.parts if part.place == "nvme")
+
+
+def bytes_per_parameter(
+    stage: int,
+    dtype: str,
+    grad_dtype: str,
+    data_ranks: int,
+    optimizer: str = "adamw",
+    offload_optimizer: Offload = "none",
+    offload_param: Offload = "none",
+    *,
+    accumulation: int = 1,
+    momentum: bool = False,
+) -> MemoryRow:
+    """The row of the table for one layout.
+
+    Args:
+        stage: ZeRO stage, 0 to 3.
+        dtype: Format of the forward and backward pass.
+        grad_dtype: Format in which gradients are accumulated.
+        data_ranks: Ranks over which state is sharded.
+        optimizer: Name as in `optimizer.name`.
+        offload_optimizer: Where masters and moments live.
+        offload_param: Where the parameters of stage 3 live.
+        accumulation: Micro-batches per step; more than one costs a buffer in one cell (stage 2, host, one format).
+        momentum: Whether sgd keeps a momentum.
+
+    Example:
+        Stage 2 in fp32 on 2 ranks keeps 4 + 16/2 bytes after the backward pass, and 4 + 12/2 after the step.
+    """
+    layout = _Layout(stage, dtype, grad_dtype, data_ranks, offload_optimizer, offload_param, accumulation)
+    moments = 4 * (1 if momentum and optimizer == "sgd" else _MOMENTS[optimizer])
+    parts = {0: _replicated, 1: _sharded_state, 2: _sharded_state, 3: _sharded_all}[stage](layout, moments)
+    # Stage 1 reduces all gradients at the end of the last backward, and only then frees the other ranks' shards.
+    transient = layout.grad_bytes if stage == 1 and not layout.is_bf16_optimizer else 0
+    row = MemoryRow(tuple(part for part in parts if part.size), transient, _paper(layout, moments), _why(layout))
+    return replace(row, why=f"as in the paper; {row.why}") if row.after_backward == row.paper else row
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """The arguments of `bytes_per_parameter` and what follows from them."""
+
+    stage: int
+    dtype: str
+    grad_dtype: str
+    ranks: int
+    offload_optimizer: Offload
+    offload_param: Offload
+    accumulation: int
+
+    @property
+    def param_bytes(self) -> int:
+        return DTYPE_BYTES[self.dtype]
+
+    @property
+    def grad_bytes(self) -> int:
+        return DTYPE_BYTES[self.grad_dtype]
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether gradients are accumulated in another format than they are made in."""
+        return self.dtype != self.grad_dtype
+
+    @property
+    def is_autocast(self) -> bool:
+        """Stage 0 runs bf16 with fp32 gradients under autocast: DeepSpeed has no other way."""
+        return self.stage == 0 and self.is_mixed
+
+    @property
+    def is_bf16_optimizer(self) -> bool:
+        """DeepSpeed routes this cell to its BF16_Optimizer rather than to ZeRO."""
+        on_device = self.offload_optimizer == "none"
+        return self.stage == 1 and self.dtype == "bf16" and self.grad_dtype == "fp32" and on_device
+
+
+def _replicated(layout: _Layout, moments: int) -> list[Part]:
+    if layout.is_autocast or layout.param_bytes == 4:
+        return [Part("parameters", 4), Part("moments", moments), Part("gradients", 4, lasting=False)]
+    parts = [Part("parameters", layout.param_bytes), Part("fp32 masters", 4), Part("moments", moments)]
+    return [*parts, Part("gradients", layout.grad_bytes, lasting=False)]
+
+
+def _sharded_state(layout: _Layout, moments: int) -> list[Part]:
+    n, place = layout.ranks, _PLACES[layout.offload_optimizer]
+    parts = [
+        Part("parameters", layout.param_bytes),
+        Part("fp32 masters", 4 / n, place),
+        Part("moments", moments / n, place),
+    ]
+    if layout.is_bf16_optimizer:
+        parts += [Part("fp32 gradient sums", 4), Part("gradients", layout.param_bytes, lasting=False)]
+    elif layout.offload_optimizer == "none":
+        parts += [Part("gradients", layout.grad_bytes / n, lasting=False)]
+    else:
+        parts += [
+            Part("fp32 gradients", 4 / n, "host"),
+            Part("updated parameters on their way back", layout.param_bytes / n, "host"),
+        ]
+        if layout.is_mixed:
+            parts += [Part("gradient sums", layout.grad_bytes / n, lasting=False)]
+        elif layout.stage == 2 and layout.accumulation > 1:
+            parts += [Part("gradient sums", layout.param_bytes / n, "host")]
+    return parts
+
+
+def _sharded_all(layout: _Layout, moments: int) -> list[Part]:
+    n, place = layout.ranks, _PLACES[layout.offload_optimizer]
+    parts = [
+        Part("parameters", layout.param_bytes / n, _PLACES[layout.offload_param]),
+        Part("fp32 masters", 4 / n, place),
+        Part("moments", moments / n, place),
+        Part("gradient sums", layout.grad_bytes / n, "device" if place == "device" else "host"),
+    ]
+    return parts if place == "device" else [*parts, Part("fp32 gradients", 4 / n, place)]
+
+
+def _paper(layout: _Layout, moments: int) -> float:
+    """Parameters, gradients and optimizer state, each divided by the ranks from its stage on."""
+    state = moments + (4 if layout.param_bytes < 4 else 0)
+    sizes = ((layout.param_bytes, 3), (layout.grad_bytes, 2), (state, 1))
+    return sum(size / layout.ranks if layout.stage >= stage else size for size, stage in sizes)
+
+
+def _why(layout: _Layout) -> str:
+    if layout.stage == 0:
+        return (
+            "bf16 runs under autocast on fp32 parameters, which need no masters"
+            if layout.is_autocast
+            else "gradients are freed by the step"
+        )
+    copies = "masters are a separate fp32 copy even of fp32 parameters"
+    if layout.is_bf16_optimizer:
+        return "DeepSpeed's BF16_Optimizer keeps whole fp32 gradient sums beside bf16 gradients"
+    if layout.stage == 3:
+        lasting = "gradient sums are one lasting buffer"
+        swapped = "; the optimizer's fp32 gradients are a second one" if layout.offload_optimizer != "none" else ""
+        return f"{copies}; {lasting}{swapped}" if layout.param_bytes == 4 else f"{lasting}{swapped}"
+    if layout.offload_optimizer != "none":
+        return "the host keeps fp32 gradients and a buffer for the way back besides masters and moments, all lasting"
+    freed = "other ranks' gradients are freed once reduced, a rank's own by the step"
+    return f"{copies}; {freed}" if layout.param_bytes == 4 else freed
