@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ds_trainer.config.resolved import Machine
-from ds_trainer.config.schema import OffloadParamConfig, ZeroConfig
+from ds_trainer.config.schema import ZeroConfig
 from ds_trainer.config.zero_keys import IGNORED_BY_BF16_OPTIMIZER, STAGES, uses_bf16_optimizer
 
 Derived = dict[str, tuple[Any, str]]
@@ -77,7 +77,7 @@ def derive_zero(
             derived[f"zero.{name}.pin_memory"] = _on_gpu(
                 machine, "copies to the GPU faster", "there is no GPU to copy to"
             )
-    return derived | _nvme_parameters(zero.offload_param, machine, size)
+    return derived | _nvme_parameters(zero, machine, size)
 
 
 def _clamped(zero: ZeroConfig, name: str, origins: Mapping[str, str], elements: int | None) -> tuple[int, str] | None:
@@ -98,10 +98,14 @@ def _on_gpu(machine: Machine, why: str, why_not: str) -> tuple[bool, str]:
     return (True, why) if machine.device == "cuda" else (False, why_not)
 
 
-def _nvme_parameters(part: OffloadParamConfig, machine: Machine, size: ModelSize) -> Derived:
+def _nvme_parameters(zero: ZeroConfig, machine: Machine, size: ModelSize) -> Derived:
+    part = zero.offload_param
     if part.device != "nvme":
         return {}
     derived: Derived = {}
+    if zero.stage3_prefetch_bucket_size is None:
+        why = "DeepSpeed 0.19 stops at a parameter used twice within what it prefetches from nvme, as a head is"
+        derived["zero.stage3_prefetch_bucket_size"] = (0, why)
     if part.buffer_count is None:
         derived["zero.offload_param.buffer_count"] = (_PARAM_BUFFER_COUNT, "DeepSpeed's own")
     if part.buffer_size is None:

@@ -31,7 +31,7 @@ def cgroup_available_bytes(
     """
     if not membership.exists():
         return None
-    left = []
+    left: list[int] = []
     for line in membership.read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         if not controllers:

@@ -9,6 +9,7 @@ import faulthandler
 import gc
 import multiprocessing
 import os
+import pickle
 import sys
 import tempfile
 import traceback
@@ -87,7 +88,7 @@ def _receive(receiver: Any, timeout_s: float) -> tuple[bool, Any]:
     if not receiver.poll(timeout_s):
         return False, f"no result within {timeout_s:.0f} s"
     try:
-        return receiver.recv()
+        return pickle.loads(receiver.recv_bytes())
     except EOFError:
         return False, "ended without a result"
 
@@ -107,7 +108,8 @@ def _rank(function: Callable, args: tuple, rank: int, ranks: int, folder: str, s
         result = (True, function(*args))
     except BaseException:  # noqa: BLE001  the parent re-raises it, whatever it was
         result = (False, traceback.format_exc())
-    sender.send(result)
+    # Plain bytes: a Connection would send a tensor as a handle that dies with this process.
+    sender.send_bytes(pickle.dumps(result))
     sender.close()
     sys.stdout.flush()
     os._exit(0)  # Skips destructors that would wait for ranks that have failed.

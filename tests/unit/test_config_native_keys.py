@@ -2,9 +2,8 @@
 
 import copy
 
-from tests.helpers.deepspeed_reads import recorded_keys
-
 from ds_trainer.config.native_keys import REFUSED, SECTIONS, TOP_LEVEL, ReadRecorder, unified_keys
+from tests.helpers.deepspeed_reads import recorded_keys
 
 
 def test_the_shipped_lists_are_what_the_installed_deepspeed_reads():
@@ -22,5 +21,5 @@ def test_every_key_that_we_speak_of_is_one_of_deepspeeds():
 def test_a_recorder_names_the_keys_that_nobody_read():
     recorder = ReadRecorder({"a": 1, "b": 2, "c": 3, "d": 4, "e": 5})
     inner = copy.copy(recorder)
-    assert inner.get("a") == 1 and inner["b"] == 2 and "c" in inner and "d" in inner.keys()
+    assert inner.get("a") == 1 and inner["b"] == 2 and "c" in inner and "d" in inner.keys()  # noqa: SIM118
     assert recorder.unread() == ["e"]

@@ -1,13 +1,13 @@
 """The native JSON says what the unified config says, and the raw block cannot contradict it."""
 
 import pytest
-from tests.helpers.deepspeed_reads import accept
 
 from ds_trainer.config.io import load_config
 from ds_trainer.config.resolve import resolve
 from ds_trainer.config.resolved import Machine
 from ds_trainer.config.to_deepspeed import to_deepspeed
 from ds_trainer.errors import ConfigErrors
+from tests.helpers.deepspeed_reads import accept
 
 CPU = Machine(2, "cpu", ("fp32",), "no bf16")
 GPU = Machine(2, "cuda", ("fp32", "bf16", "fp16"), "Ampere")

@@ -1,0 +1,61 @@
+"""Every shipped config loads, resolves and translates to a JSON that the installed DeepSpeed accepts."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ds_trainer.cli.config import json_schema
+from ds_trainer.config.io import load_config
+from ds_trainer.config.resolve import resolve
+from ds_trainer.config.resolved import Machine
+from ds_trainer.config.to_deepspeed import to_deepspeed
+from tests.helpers.deepspeed_reads import accept
+
+FOLDER = Path(__file__).parents[1] / "ds_configs"
+SHIPPED = sorted(path.relative_to(FOLDER).as_posix() for path in FOLDER.glob("*/*.json"))
+TABLE = [
+    [cell.strip() for cell in line.strip("|").split("|")]
+    for line in (FOLDER / "README.md").read_text().splitlines()
+    if line.startswith("| [")
+]
+MACHINES = {
+    "smoke": lambda ranks: Machine(ranks, "cpu", ("fp32",), "a CPU without bf16"),
+    "recipes": lambda ranks: Machine(ranks, "cuda", ("fp32", "bf16", "fp16"), "a GPU"),
+}
+
+
+def resolved(name):
+    ranks = int(next(row[1] for row in TABLE if row[0].startswith(f"[{name}]")))
+    return resolve(*load_config(FOLDER / name), MACHINES[Path(name).parent.name](ranks))
+
+
+def test_the_readme_lists_every_config_and_no_other():
+    assert sorted(row[0].partition("]")[0].removeprefix("[") for row in TABLE) == SHIPPED
+
+
+def test_the_shipped_schema_is_the_one_of_the_code():
+    assert json.loads((FOLDER / "schema.json").read_text()) == json_schema()
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_a_shipped_config_names_the_schema_in_its_folder(name):
+    raw = json.loads((FOLDER / name).read_text())
+    assert (FOLDER / name).parent.joinpath(raw["$schema"]).resolve() == (FOLDER / "schema.json").resolve()
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_a_shipped_config_runs_on_the_ranks_that_the_readme_states(name):
+    run = resolved(name)
+    batch = run.config.batch
+    assert batch.global_size == batch.micro_size * batch.accumulation * run.data_ranks
+    if run.config.parallel.engine == "deepspeed":
+        accepted = accept(to_deepspeed(run), run.data_ranks)
+        assert accepted.zero_optimization_stage == run.config.zero.stage
+        assert accepted.train_batch_size == batch.global_size
+
+
+@pytest.mark.parametrize("name", [name for name in SHIPPED if "ddp" not in name])
+def test_a_shipped_config_is_refused_on_ranks_that_do_not_divide_its_batch(name):
+    with pytest.raises(AssertionError, match="train_batch_size"):
+        accept(to_deepspeed(resolved(name)), 7)

@@ -1,0 +1,138 @@
+"""`ds-trainer config`: the table, the check, the native JSON, and what a wrong config looks like to a user."""
+
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+
+from ds_trainer.cli import main
+from ds_trainer.cli.config import cost_rows, json_schema, rows
+from ds_trainer.config.cost import state_bytes
+from ds_trainer.config.io import load_config
+from ds_trainer.config.resolve import resolve
+from ds_trainer.config.resolved import Machine
+from ds_trainer.errors import ConfigError
+
+
+@pytest.fixture
+def write(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "100")
+
+    def write(**sections):
+        (tmp_path / "run.json").write_text(json.dumps(sections))
+        return "run.json"
+
+    return write
+
+
+def exit_code(*argv):
+    try:
+        return main(argv)
+    except SystemExit as stop:
+        return stop.code
+
+
+@pytest.mark.case("A1")
+def test_show_prints_every_value_with_its_place_or_reason(write, capsys):
+    path = write(batch={"micro_size": 4, "accumulation": 8}, zero={"stage": 3})
+    assert exit_code("config", "show", path, "--world", "8", "--device", "cuda", "--set", "batch.accumulation=2") == 0
+    text = capsys.readouterr().out
+    line = {row.split("│")[1].strip(): row for row in text.splitlines() if row.count("│") == 4}
+    assert "--set (run.json says 8)" in line["batch.accumulation"]
+    assert "64" in line["batch.global_size"] and "8 data ranks" in line["batch.global_size"]
+    assert "run.json" in line["zero.stage"] and "default" in line["optimizer.lr"]
+    assert "zero.stage3_param_persistence_threshold" in line, "keys are never cut short"
+
+
+def test_the_table_leaves_out_what_has_no_part_in_the_run():
+    machine = Machine(2, "cpu", ("fp32",), "no bf16")
+    on_ddp = {key for key, *_ in rows(resolve(*load_config({"parallel": {"engine": "ddp"}}), machine))}
+    on_zero1 = {key for key, *_ in rows(resolve(*load_config({"zero": {"stage": 1}}), machine))}
+    assert not any(key.startswith("zero.") for key in on_ddp) and "ddp.bucket_cap_mb" in on_ddp
+    assert "zero.sub_group_size" not in on_zero1 and "zero.reduce_bucket_size" in on_zero1
+    assert "ddp.bucket_cap_mb" not in on_zero1
+
+
+def test_show_prints_what_each_stage_costs_and_marks_the_run():
+    machine = Machine(2, "cuda", ("fp32", "bf16"), "Ampere")
+    table = cost_rows(resolve(*load_config({"zero": {"stage": 2}, "optimizer": {"name": "lion"}}), machine))
+    (own,) = [row for row in table if row[-1] == "this run"]
+    backward, step = state_bytes(2, "bf16", "fp32", 2, moments=1)
+    assert own == ("2", "fp32", f"{backward:g}", f"{step:g}", "this run")
+    assert {row[0] for row in table} == {"0", "1", "2", "3"}
+
+
+def test_check_reports_every_kind_of_fault_at_once_and_exits_with_2(write, capsys):
+    path = write(
+        model={"path": "./no/such/folder"},
+        data={"train": "missing.jsonl"},
+        learning_rate=1,
+        batch={"micro_size": "8", "global_size": 7},
+        precision={"dtype": "fp16"},
+    )
+    assert exit_code("config", "check", path, "--world", "2", "--device", "cpu") == 2
+    text = capsys.readouterr().err
+    for part in ("./no/such/folder", "missing.jsonl", "learning_rate", "without quotes", "fp16", "batch.global_size 7"):
+        assert part in text
+
+
+def test_check_says_ok_for_a_config_that_runs(write, capsys, tmp_path):
+    (tmp_path / "train.jsonl").write_text("{}\n")
+    path = write(model={"path": "owner/name"}, data={"train": "train.jsonl"})
+    assert exit_code("config", "check", path, "--world", "4", "--device", "cpu") == 0
+    assert "run.json: ok for 4 x cpu" in capsys.readouterr().out
+
+
+def test_check_answers_in_under_two_seconds_and_loads_no_torch(write):
+    path = write(batch={"micro_size": 1})
+    code = (
+        "import sys; from ds_trainer.cli import main; assert main(sys.argv[1:]) == 0; "
+        "assert not {'torch', 'transformers', 'deepspeed'} & set(sys.modules)"
+    )
+    start = time.perf_counter()
+    subprocess.run([sys.executable, "-c", code, "config", "check", path, "--device", "cpu"], check=True)
+    assert time.perf_counter() - start < 2.0
+
+
+def test_translate_prints_the_native_json(write, capsys):
+    path = write(zero={"stage": 1}, batch={"micro_size": 2})
+    assert exit_code("config", "translate", path, "--to", "deepspeed", "--world", "4", "--device", "cpu") == 0
+    native = json.loads(capsys.readouterr().out)
+    assert native["train_batch_size"] == 8 and native["zero_optimization"]["stage"] == 1
+
+
+def test_translate_refuses_a_run_of_another_engine(write, capsys):
+    assert exit_code("config", "translate", write(parallel={"engine": "ddp"}), "--device", "cpu") == 2
+    assert "set parallel.engine to deepspeed" in capsys.readouterr().err
+
+
+def test_schema_prints_the_schema_with_a_doc_for_every_key(capsys):
+    assert exit_code("config", "schema") == 0
+    schema = json.loads(capsys.readouterr().out)
+    assert schema == json_schema() and schema["additionalProperties"] is False
+    for name, part in schema["$defs"].items():
+        assert all("description" in field for field in part["properties"].values()), name
+
+
+def test_a_deepspeed_json_joins_the_native_block(write, capsys, tmp_path):
+    (tmp_path / "ds.json").write_text('{"comms_logger": {"enabled": true}}')
+    path = write(zero={"stage": 1})
+    assert exit_code("config", "translate", path, "--deepspeed_config", "ds.json", "--device", "cpu") == 0
+    assert json.loads(capsys.readouterr().out)["comms_logger"] == {"enabled": True}
+
+
+def test_a_wrong_config_is_a_text_without_a_traceback_unless_debug_asks_for_it(write, capsys):
+    path = write(batch={"micro_size": "8"})
+    assert exit_code("config", "show", path, "--device", "cpu") == 2
+    text = capsys.readouterr().err
+    assert "write 8, without quotes" in text and "Traceback" not in text
+    with pytest.raises(ConfigError):
+        main(["config", "show", path, "--debug"])
+
+
+def test_an_option_is_not_guessed_from_its_first_letters(write, capsys):
+    assert exit_code("config", "show", write(), "--wor", "2") == 2
+    assert "unrecognized arguments" in capsys.readouterr().err
