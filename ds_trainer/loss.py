@@ -77,10 +77,10 @@ class ModelOwnLoss:
     """
 
     def num_tokens(self, batch: Batch) -> int:
-        """Labels other than -100 (floating-point labels count by sample)."""
+        """Labels other than -100; floating-point labels count by sample, and not at all where every one is -100."""
         labels = batch["labels"]
         if labels.is_floating_point():
-            return labels.shape[0]
+            return labels.shape[0] if bool((labels != IGNORE_INDEX).any()) else 0
         return int((labels != IGNORE_INDEX).sum())
 
     def inputs(self, batch: Batch) -> dict[str, Any]:

@@ -193,6 +193,11 @@ class Trainer:
         if step_loss.num_tokens == 0:
             self.state.empty_steps += 1
             self.state.grad_norm = 0.0
+            get_logger().warning(
+                "step %d has no label token: no weight was changed (%d such steps so far)",
+                self.state.global_step + 1,
+                self.state.empty_steps,
+            )
             return False
         self._call("on_pre_optimizer_step")
         self._stop_on_bad_loss(step_loss)

@@ -75,10 +75,10 @@ def _write(
     try:
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
-        twin = empty_twin(model)
-        _require_space(aside, twin, dtype)
+        twin = empty_twin(model, dtype)
+        _require_space(aside, twin)
         writer = _ShardWriter(aside, shard_bytes)
-        for name, tensor in _to_checkpoint_form(parameters, model, twin, dtype):
+        for name, tensor in _to_checkpoint_form(parameters, model, twin):
             writer.add(name, tensor)
         writer.finish()
         _write_config(model, aside, dtype)
@@ -98,10 +98,11 @@ def _write(
 
 
 def _to_checkpoint_form(
-    parameters: Iterable[tuple[str, torch.Tensor]], model: PreTrainedModel, twin: PreTrainedModel, dtype: torch.dtype
+    parameters: Iterable[tuple[str, torch.Tensor]], model: PreTrainedModel, twin: PreTrainedModel
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Reverts what transformers did on load; holds only tensors whose partners are still to come."""
     kept = _kept_names(twin)
+    dtypes = {name: tensor.dtype for name, tensor in twin.state_dict().items()}
     recipes = _recipes(model, twin)
     by_source = {name: recipe for recipe in recipes for _, name in recipe.sources}
     waiting: dict[str, torch.Tensor] = {}
@@ -109,8 +110,7 @@ def _to_checkpoint_form(
         name = kept.get(given, given)
         if name not in by_source:  # The class says not to save it.
             continue
-        is_parameter = given in kept
-        waiting[name] = tensor.to(dtype) if is_parameter and tensor.is_floating_point() else tensor
+        waiting[name] = tensor.to(dtypes[name])
         recipe = by_source[name]
         if all(source in waiting for _, source in recipe.sources):
             made = recipe.run(waiting.pop, twin)
@@ -204,8 +204,8 @@ def _write_config(model: PreTrainedModel, folder: Path, dtype: torch.dtype) -> N
         model.generation_config.to_json_file(folder / "generation_config.json", keys_to_pop=["compile_config"])
 
 
-def _require_space(folder: Path, twin: PreTrainedModel, dtype: torch.dtype) -> None:
-    needed = sum(p.numel() for p in twin.parameters()) * dtype.itemsize
+def _require_space(folder: Path, twin: PreTrainedModel) -> None:
+    needed = sum(p.nbytes for p in twin.parameters())
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise OSError(f"{needed / 1e9:.1f} GB are needed, {free / 1e9:.1f} GB are free")

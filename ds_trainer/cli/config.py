@@ -131,8 +131,9 @@ def _without_part(resolved: ResolvedConfig) -> set[str]:
     if engine == "deepspeed":
         written = flatten(to_deepspeed(resolved))
         natives = unified_keys().items()
-        idle |= {key for _, key in natives} - {key for native, key in natives if native in written}
-    return {key for key in idle if not key.endswith(".device")} | {"$schema"}
+        unwritten = {key for _, key in natives} - {key for native, key in natives if native in written}
+        idle |= {key for key in unwritten if not key.endswith(".device")}
+    return idle | {"$schema"}
 
 
 def cost_rows(resolved: ResolvedConfig) -> list[tuple[str, ...]]:

@@ -21,7 +21,7 @@ def probe_machine_pure(world: int = 1, device: Literal["cpu", "cuda"] | None = N
     if device is None:
         device = "cuda" if Path("/proc/driver/nvidia/version").exists() else "cpu"
     if device == "cuda":
-        return Machine(world, "cuda", ("fp32", "bf16", "fp16"), "GPUs since Ampere compute in bf16")
+        return Machine(world, "cuda", ("fp32", "bf16", "fp16"), "assumed: GPUs since Ampere compute in bf16")
     return cpu_machine(world, _cpu_flags())
 
 

@@ -94,7 +94,7 @@ class OffloadOptimizerConfig(Section):
     pipeline_write: bool = False
     """Write the last sub-group while this one is updated (nvme)."""
     ratio: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
-    """Share of the optimizer's work done on the host (stage 3, cpu)."""
+    """Share of the optimizer's work done on the host (stage 3, cpu, adamw with a constant learning rate)."""
 
 
 class OffloadParamConfig(Section):
@@ -111,7 +111,7 @@ class OffloadParamConfig(Section):
     buffer_size: PositiveInt | None = None
     """Elements in a buffer (nvme); None: the model's largest parameter on a rank."""
     max_in_cpu: NonNegativeInt | None = None
-    """Elements kept in host memory rather than on the drive (nvme)."""
+    """Elements kept in host memory rather than on the drive (nvme); None: 0."""
 
 
 class AioConfig(Section):
@@ -145,7 +145,7 @@ class ZeroConfig(Section):
     contiguous_gradients: bool = True
     """Copy gradients into one buffer as they are made."""
     reduce_scatter: bool = True
-    """Reduce-scatter instead of all-reduce (stages 1 and 2)."""
+    """Reduce-scatter instead of all-reduce."""
     round_robin_gradients: bool = False
     """Spread gradient copies of optimizer offload over the ranks (stages 1 and 2)."""
     reduce_bucket_size: PositiveInt | None = None
@@ -208,7 +208,7 @@ class PrecisionConfig(Section):
     dtype: Literal["fp32", "bf16", "fp16"] | None = None
     """Format of the forward and backward pass; None: bf16 where the device has it natively, else fp32."""
     grad_dtype: Literal["fp32", "bf16", "fp16"] | None = None
-    """Format in which micro-batches' gradients are accumulated; None: fp32."""
+    """Format in which micro-batches' gradients are accumulated; None: fp32 (fp16 with fp16 at stage 0)."""
     communication_data_type: Literal["fp32", "bf16", "fp16"] | None = None
     """Format in which gradients are reduced over ranks; None: that of accumulation."""
     loss_scale: LossScaleConfig = LossScaleConfig()

@@ -40,7 +40,7 @@ def build_skeleton(folder: str, model_config: ModelConfig, dtype: torch.dtype) -
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=model_config.trust_remote_code)
         _refuse_quantized(config, folder)
-        model = skeleton(lambda: auto_class.from_config(config, dtype=dtype, **options))
+        model = skeleton(lambda: auto_class.from_config(config, dtype=dtype, **options), dtype)
     except (ValueError, ImportError, OSError) as error:
         raise ModelError(
             f"transformers {transformers.__version__} cannot build the model of {folder}: {error}",

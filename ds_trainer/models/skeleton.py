@@ -8,15 +8,20 @@ from copy import deepcopy
 import torch
 from accelerate import init_empty_weights
 from transformers import PreTrainedModel
+from transformers.core_model_loading import build_glob_alternation
 
 Build = Callable[[], PreTrainedModel]
 
 
-def skeleton(build: Build) -> PreTrainedModel:
+def skeleton(build: Build, dtype: torch.dtype) -> PreTrainedModel:
     """The model that `build` constructs, parameters on meta and ties in place, buffers real.
 
     No checkpoint holds a buffer such as rotary frequencies, so every rank computes it: by the class's own
     initialisation, as `from_pretrained` does, or by its constructor where that leaves a buffer out.
+
+    Args:
+        build: Constructs the model in format `dtype`.
+        dtype: Format; what the class wants in fp32 whatever the format is fp32.
     """
     model = _on_meta(build)
     for module in model.modules():
@@ -25,15 +30,25 @@ def skeleton(build: Build) -> PreTrainedModel:
                 module._buffers[name] = torch.full_like(buffer, _unset(buffer.dtype), device="cpu")
     model.initialize_weights()
     filled = all(bool((buffer == buffer).all() & (buffer != _unset(buffer.dtype)).all()) for buffer in model.buffers())
-    return model if filled else _parameters_on_meta(build)
+    return _keep_in_fp32(model if filled else _parameters_on_meta(build), dtype)
 
 
-def empty_twin(model: PreTrainedModel) -> PreTrainedModel:
+def empty_twin(model: PreTrainedModel, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """A model of the same class and config, parameters on meta and ties in place; its buffers hold nothing of use.
 
     An engine may have cut the parameters of `model` itself to this rank's shards, so that their shapes say nothing.
     """
-    return _on_meta(lambda: type(model)(deepcopy(model.config)))
+    return _keep_in_fp32(_on_meta(lambda: type(model)._from_config(deepcopy(model.config), dtype=dtype)), dtype)
+
+
+def _keep_in_fp32(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    plan = model._get_dtype_plan(dtype)
+    if plan:
+        pattern, _, _ = build_glob_alternation(list(plan))
+        for name, tensor in model.state_dict(keep_vars=True).items():
+            if pattern.search(name):
+                tensor.data = tensor.data.float()
+    return model
 
 
 def _on_meta(build: Build) -> PreTrainedModel:

@@ -204,7 +204,7 @@ def _paper(layout: _Layout, moments: int) -> float:
 def _why(layout: _Layout) -> str:
     if layout.stage == 0:
         return (
-            "bf16 runs under autocast on fp32 parameters, which need no masters"
+            f"{layout.dtype} runs under autocast on fp32 parameters, which need no masters"
             if layout.is_autocast
             else "gradients are freed by the step"
         )

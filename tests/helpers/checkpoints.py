@@ -33,6 +33,17 @@ _KINDS: dict[str, tuple[str, dict]] = {
     ),
     "gemma2": ("Gemma2Config", _LLAMA | {"head_dim": 8, "tie_word_embeddings": True}),
     "phi3": ("Phi3Config", _LLAMA),
+    "gpt_neo": (  # A buffer of truth values that the class's own initialisation leaves out.
+        "GPTNeoConfig",
+        dict(hidden_size=32, num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]], window_size=8)
+        | {"max_position_embeddings": 64, "tie_word_embeddings": True},
+    ),
+    "sarvam_moe": (  # Fused query, key and value in the checkpoint, three parameters in the model.
+        "SarvamMoEConfig",
+        _LLAMA
+        | {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
+        | {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
+    ),
     "phi": ("PhiConfig", _LLAMA | {"num_key_value_heads": 4}),
 }
 KINDS = tuple(_KINDS)

@@ -10,8 +10,6 @@ from tests.helpers.tiny import oracle, tiny_llama
 
 LOSS, GRAD_NORM = 4.191505, 0.783778
 """Of one process and one batch; they depend on seeds and torch's generator alone."""
-LAYOUTS = {"1x8x1": (1, 8), "1x2x4": (1, 2), "2x2x2": (2, 2), "2x1x4": (2, 1)}
-"""ranks x micro size x accumulation -> ranks, micro size."""
 
 
 def one_step(engine, out, model=None, rows=None, given=None, **sections):
@@ -44,16 +42,17 @@ def check(results, expected):
 
 
 @pytest.mark.case("B1", "B8", "G6")
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("ranks", "micro_sizes"), [(1, (8, 2)), (2, (2, 1))], ids=["1-rank", "2-ranks"])
 @pytest.mark.parametrize("engine", ENGINES)
-def test_loss_norm_and_weights_do_not_depend_on_how_the_batch_is_cut(world, tmp_path, expected, engine, layout):
-    ranks, micro = LAYOUTS[layout]
-    batch = {"global_size": 8, "micro_size": micro}
-    check(world(step_of_layout, ranks, engine, tmp_path, batch), expected)
+def test_loss_norm_and_weights_do_not_depend_on_how_the_batch_is_cut(
+    world, tmp_path, expected, engine, ranks, micro_sizes
+):
+    for results in world(cut_in_turn, ranks, engine, tmp_path, micro_sizes):
+        check(results, expected)
 
 
-def step_of_layout(engine, out, batch):
-    return one_step(engine, out, batch=batch)
+def cut_in_turn(engine, out, micro_sizes):
+    return [one_step(engine, out, batch={"global_size": 8, "micro_size": size}) for size in micro_sizes]
 
 
 @pytest.mark.case("B2")
@@ -110,19 +109,22 @@ def summed_and_divided(outputs, labels, num_items_in_batch):
 
 def tiny_bert(num_labels=3):
     torch.manual_seed(0)
-    return BertForSequenceClassification(
-        BertConfig(
-            vocab_size=65,
-            hidden_size=32,
-            num_hidden_layers=1,
-            num_attention_heads=4,
-            intermediate_size=64,
-            max_position_embeddings=64,
-            hidden_dropout_prob=0.0,
-            attention_probs_dropout_prob=0.0,
-            num_labels=num_labels,
-        )
-    ).train()
+    config = BertConfig(
+        vocab_size=65,
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        intermediate_size=64,
+        max_position_embeddings=64,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        num_labels=num_labels,
+    )
+    model = BertForSequenceClassification(config).train()
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):  # At zero, the key's would have only rounding to be compared: its gradient is zero.
+            torch.nn.init.normal_(parameter, std=0.02)
+    return model
 
 
 def tiny_t5():
@@ -154,7 +156,11 @@ def _without_labels(features):
     return {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
 
 
-OWN_LOSS = {"classes": (tiny_bert, classes, D8[:5]), "tokens": (tiny_t5, collate, D8), "t5-short": (tiny_t5, collate, D8[:5])}
+OWN_LOSS = {
+    "classes": (tiny_bert, classes, D8[:5]),
+    "tokens": (tiny_t5, collate, D8),
+    "t5-short": (tiny_t5, collate, D8[:5]),
+}
 """Model that computes its own mean, its collator, samples; 5 samples leave rank 1 without any in the second pass."""
 
 

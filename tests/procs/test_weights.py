@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from ds_trainer import log
 from ds_trainer.config.schema import ModelConfig
@@ -49,12 +49,13 @@ def test_loaded_model_equals_from_pretrained_bit_for_bit(tmp_path, kind, dtype):
     model = load(folder, dtype)
     assert model.training
     assert not any(p.is_meta for p in model.parameters())
-    for theirs, ours in (
-        (expected.state_dict(), model.state_dict()),
-        (dict(expected.named_buffers()), dict(model.named_buffers())),
-    ):
-        assert theirs.keys() == ours.keys()
-        assert all(torch.equal(value, ours[name]) and value.dtype == ours[name].dtype for name, value in theirs.items())
+    theirs, ours = expected.state_dict(), model.state_dict()
+    assert theirs.keys() == ours.keys()
+    assert all(torch.equal(value.to(ours[name].dtype), ours[name]) for name, value in theirs.items())
+    assert {p.dtype for p in model.parameters()} == {dtype}
+    theirs, ours = dict(expected.named_buffers()), dict(model.named_buffers())
+    assert theirs.keys() == ours.keys()
+    assert all(torch.equal(value, ours[name]) and value.dtype == ours[name].dtype for name, value in theirs.items())
     ids = torch.arange(3, 27).view(2, 12)
     assert torch.equal(expected.eval()(ids).logits, model.eval()(ids).logits)
 
@@ -80,6 +81,14 @@ def test_flat_ranges_are_cuts_of_the_whole_tensor(tmp_path, kind):
         n = whole.numel()
         for start, stop in ((0, n), (n // 3, 2 * n // 3 + 1), (n - 1, n), (1, 1)):
             assert torch.equal(weights.read(name, torch.float32, (start, stop)), whole.flatten()[start:stop])
+
+
+def test_a_skeleton_costs_no_memory_whatever_the_size_of_the_model(tmp_path):
+    CONFIG_MAPPING["deepseek_v3"]().save_pretrained(tmp_path)
+    with rss_anon_peak() as peak:
+        model = build_skeleton(str(tmp_path), ModelConfig(), torch.float32)
+    assert sum(p.numel() for p in model.parameters()) > 5e11
+    assert peak.bytes < 200e6
 
 
 def test_values_are_read_as_asked_while_the_model_s_own_parameters_are_cut(tmp_path):

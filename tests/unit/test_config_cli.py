@@ -19,7 +19,7 @@ from ds_trainer.errors import ConfigError
 @pytest.fixture
 def write(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("COLUMNS", "120")
 
     def write(**sections):
         (tmp_path / "run.json").write_text(json.dumps(sections))
