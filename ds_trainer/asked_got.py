@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ds_trainer.config.resolved import ResolvedConfig
 from ds_trainer.engines.base import Engine, EngineFacts
 from ds_trainer.errors import EngineError
@@ -30,7 +32,7 @@ def check_asked_is_got(resolved: ResolvedConfig, engine: Engine, mesh: Mesh) -> 
 
 def _compare(resolved: ResolvedConfig, facts: EngineFacts, rank: int, mesh: Mesh) -> None:
     config = resolved.config
-    asked: dict[str, tuple[object, object]] = {
+    asked: dict[str, tuple[Any, Any]] = {
         "data ranks": (resolved.data_ranks, facts.group_size),
         "precision.dtype": (config.precision.dtype, facts.compute_dtype),
     }
@@ -44,10 +46,10 @@ def _compare(resolved: ResolvedConfig, facts: EngineFacts, rank: int, mesh: Mesh
                 asked[f"zero.{key}.device"] = (want, got)
     if resolved.optimizer_implementation == "deepspeed_cpu":
         asked["optimizer on the host"] = (True, facts.optimizer.startswith("DeepSpeedCPU"))
-    for key, (want, got) in asked.items():
-        if want != got:
+    for key, (wanted, found) in asked.items():
+        if wanted != found:
             raise EngineError(
-                f"rank {rank}: {key} was asked to be {want!r} and {facts.engine} set up {got!r}",
+                f"rank {rank}: {key} was asked to be {wanted!r} and {facts.engine} set up {found!r}",
                 "what was asked for must be what runs",
                 f"change {key}, or the native key that overrides it",
             )

@@ -1,6 +1,8 @@
 """Puts a run together. The order in which parts are made and applied is stated here and nowhere else.
 
-config -> grid -> resolve -> machine checks -> mesh -> data -> skeleton -> weights -> engine -> optimizer -> asked = got
+config -> grid -> mesh -> resolve -> machine checks -> data -> skeleton -> weights -> engine -> optimizer -> asked = got
+
+The process group comes first, so that whatever a rank finds wrong after it is every rank's error.
 """
 
 from __future__ import annotations
@@ -15,20 +17,20 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from ds_trainer.asked_got import check_asked_is_got
 from ds_trainer.config.resolve import resolve
 from ds_trainer.config.resolved import ResolvedConfig
 from ds_trainer.config.schema import RunConfig
-from ds_trainer.data.loader import BatchLoader, pad_collate, padding_id
-from ds_trainer.data.prepare import prepare, read_chat_template
-from ds_trainer.data.sampler import GlobalBatchSampler
-from ds_trainer.data.tokenized import preview
+from ds_trainer.data.loader import BatchLoader
+from ds_trainer.data.prepare import read_chat_template
+from ds_trainer.data.splits import Splits
 from ds_trainer.engines.base import Engine, EngineFacts, make_engine
 from ds_trainer.engines.dtypes import TORCH_DTYPES
 from ds_trainer.errors import ConfigError, ModelError
-from ds_trainer.log import get_logger, warn_once
-from ds_trainer.loss import CausalLMLoss, LossFunction, ModelOwnLoss, UserLoss
+from ds_trainer.log import warn_once
+from ds_trainer.loss import LossFunction, make_loss
 from ds_trainer.mesh.agree import agreed
 from ds_trainer.mesh.device import probe_machine
 from ds_trainer.mesh.grid import Grid
@@ -38,10 +40,10 @@ from ds_trainer.mesh.preflight import check_machine
 from ds_trainer.models.hf import build_skeleton, is_causal_lm, load_tokenizer, prepare_for_training
 from ds_trainer.models.hub import resolve_folder
 from ds_trainer.models.resize import fit_embeddings
-from ds_trainer.models.source import WeightSource
+from ds_trainer.models.source import ModuleWeights, WeightSource
 from ds_trainer.models.spec import ModelSpec, read_spec
 from ds_trainer.models.weights import CheckpointWeights
-from ds_trainer.optim import build_optimizer, parameter_groups
+from ds_trainer.optim import make_optimizer
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,33 @@ class Ingredients:
     data_collator: Callable | None = None
     compute_loss_func: Callable | None = None
     optimizer: torch.optim.Optimizer | None = None
+    scheduler: Any = None
+
+    def check(self, config: RunConfig) -> None:
+        """An optimizer of the user's needs a model of theirs, and its state must be able to live where the config says.
+
+        Raises:
+            ConfigError: It cannot.
+        """
+        offload = config.zero.offload_optimizer.device
+        if self.optimizer is not None and self.model is None:
+            raise ConfigError(
+                "Trainer(optimizers=...) holds an optimizer, and the model is not an instance",
+                "an optimizer is built on the parameters it updates",
+                "pass Trainer(model=instance, optimizers=...), or use the optimizer section of the config",
+            )
+        if self.optimizer is not None and config.parallel.engine == "deepspeed" and offload != "none":
+            raise ConfigError(
+                f"Trainer(optimizers=...) with zero.offload_optimizer.device = {offload}",
+                "offloaded state is updated by DeepSpeed's own CPU optimizer",
+                "set zero.offload_optimizer.device to none, or use the optimizer section of the config",
+            )
+        if self.scheduler is not None and self.optimizer is None:
+            raise ConfigError(
+                "Trainer(optimizers=...) holds a scheduler without its optimizer",
+                "a scheduler sets the rates of the optimizer it was built on",
+                "pass both, or use the schedule section of the config",
+            )
 
 
 @dataclass(frozen=True)
@@ -63,7 +92,7 @@ class Run:
 
     resolved: ResolvedConfig
     mesh: Mesh
-    model: nn.Module
+    model: Any
     tokenizer: Any
     engine: Engine
     loss: LossFunction
@@ -80,13 +109,14 @@ def assemble(config: RunConfig, origins: dict[str, str], given: Ingredients) -> 
     Raises:
         UserError: Any fault of config, machine, data or model; on every rank the same one.
     """
+    given.check(config)
     grid = grid_from_environment()
     machine = probe_machine(grid.world, config.run.device)
-    spec = None if given.model is not None else _read_spec(config)
-    sizes = _sizes(spec, given.model)
-    resolved = resolve(config, origins, machine, spec, *sizes)
     mesh = init_mesh(grid, machine.device)
     with agreed(mesh):
+        spec = None if given.model is not None else _read_spec(config)
+        sizes = _sizes(spec, given.model)
+        resolved = resolve(config, origins, machine, spec, *sizes)
         _check_before_loading(resolved, sizes[0], grid)
     _seed(config.run.seed, grid.rank)
     with agreed(mesh):
@@ -94,17 +124,22 @@ def assemble(config: RunConfig, origins: dict[str, str], given: Ingredients) -> 
         if tokenizer is not None and config.data.chat_template is not None:
             tokenizer.chat_template = read_chat_template(config.data.chat_template)  # The export carries it too.
     with agreed(mesh):
-        train_loader, eval_loader = _loaders(resolved, given, tokenizer, spec, mesh)
+        splits = _splits(resolved, given, tokenizer, spec, grid)
+        train_loader, eval_loader = splits.train(given.train_dataset), splits.eval(given.eval_dataset)
     with agreed(mesh):
         model, weights = _skeleton(resolved, given.model, spec, tokenizer)
-        loss = _loss(resolved, model, given.compute_loss_func)
+        smoothing = resolved.config.loss.label_smoothing
+        loss = make_loss(type(model).__name__, is_causal_lm(model), smoothing, given.compute_loss_func)
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    if isinstance(weights, ModuleWeights):
+        mesh.broadcast(weights.values.values())
     export_dtype = _export_dtype(config, given.model, spec)
     engine = make_engine(resolved, mesh)
     engine.load(model, weights)
-    engine.wrap(lambda named: _optimizer(named, shapes, resolved, given.optimizer))
+    engine.wrap(lambda named: make_optimizer(named, shapes, resolved, given.optimizer))
     engine.module.train()
-    facts = check_asked_is_got(resolved, engine, mesh)
+    with agreed(mesh):
+        facts = check_asked_is_got(resolved, engine, mesh)
     return Run(resolved, mesh, model, tokenizer, engine, loss, train_loader, eval_loader, facts, export_dtype)
 
 
@@ -115,7 +150,7 @@ def _read_spec(config: RunConfig) -> ModelSpec:
             "a run trains one checkpoint",
             "set model.path to a checkpoint's folder or hub id, or pass Trainer(model=...)",
         )
-    return read_spec(resolve_folder(config.model.path, config.model.revision))
+    return read_spec(resolve_folder(config.model.path, config.model.revision, config.model.allow_pickle))
 
 
 def _sizes(spec: ModelSpec | None, model: nn.Module | None) -> tuple[int | None, int | None]:
@@ -154,85 +189,50 @@ def _seed(seed: int, rank: int) -> None:
 
 def _tokenizer(config: RunConfig, spec: ModelSpec | None, required: bool) -> Any:
     """The run's tokenizer; None where the data needs none and the checkpoint has none."""
-    if config.model.tokenizer is None and (spec is None or not (required or _has_tokenizer(spec.folder))):
-        return None
-    return load_tokenizer(config.model, spec.folder if spec else config.model.tokenizer)
+    folder = config.model.tokenizer
+    if folder is None and spec is not None and (required or _has_tokenizer(spec.folder)):
+        folder = spec.folder
+    return None if folder is None else load_tokenizer(config.model, folder)
 
 
 def _has_tokenizer(folder: str) -> bool:
     return any(Path(folder, name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"))
 
 
-def _loaders(
-    resolved: ResolvedConfig, given: Ingredients, tokenizer: Any, spec: ModelSpec | None, mesh: Mesh
-) -> tuple[BatchLoader | None, BatchLoader | None]:
-    config = resolved.config
-    train = _dataset(given.train_dataset, config.data.train, "train", resolved, given, tokenizer, spec)
-    held_out = _dataset(given.eval_dataset, config.data.eval, "eval", resolved, given, tokenizer, spec)
-    batch, ranks, rank = config.batch, mesh.grid.dp_size, mesh.grid.dp_rank
-    assert batch.global_size is not None and batch.micro_size is not None
-    collate = given.data_collator or (lambda features: pad_collate(features, padding_id(tokenizer)))
-    limits = _limits(resolved, spec, given.model)
-    train_loader = eval_loader = None
-    if train is not None:
-        sampler = GlobalBatchSampler(
-            len(train), batch.global_size, batch.micro_size, rank, ranks, config.run.seed, config.data.shuffle
-        )
-        train_loader = BatchLoader(train, sampler, collate, **limits)
-    if held_out is not None:
-        size = config.evaluation.batch_size or batch.micro_size
-        order = GlobalBatchSampler(len(held_out), size * ranks, size, rank, ranks, shuffle=False)
-        eval_loader = BatchLoader(held_out, order, collate, **limits)
-    return train_loader, eval_loader
-
-
-def _dataset(
-    handed: Any,
-    paths: Any,
-    what: str,
-    resolved: ResolvedConfig,
-    given: Ingredients,
-    tokenizer: Any,
-    spec: ModelSpec | None,
-) -> Any:
-    """The samples of one split: a data set with a collator of its own as it is, everything else tokenised."""
-    source = paths if handed is None else handed
-    if source is None or (handed is not None and given.data_collator is not None):
-        return source
-    config = resolved.config.data
-    dataset = prepare(source, tokenizer, config, **_limits(resolved, spec, given.model), what=what)
-    get_logger().info("data.%s: %s", what, dataset.stats)
-    if what == "train" and config.preview_samples:
-        get_logger().info("%s", preview(dataset, tokenizer, config.preview_samples))
-    return dataset
-
-
-def _limits(resolved: ResolvedConfig, spec: ModelSpec | None, model: Any) -> dict[str, int | None]:
-    """What a batch must keep to: the model's positions, and the rows of the embedding unless it will be grown."""
+def _splits(resolved: ResolvedConfig, given: Ingredients, tokenizer: Any, spec: ModelSpec | None, grid: Grid) -> Splits:
+    """Knows the model's limits: its positions, and the rows of its embedding unless that will be grown."""
+    model: Any = given.model
     if spec is not None:
         rows, positions = spec.vocab_size, spec.max_positions
     else:
-        embedding = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
-        rows = None if embedding is None else embedding.weight.shape[0]
+        rows = model.get_input_embeddings().weight.shape[0] if isinstance(model, PreTrainedModel) else None
         positions = getattr(getattr(model, "config", None), "max_position_embeddings", None)
-    return {"vocab_size": None if resolved.config.model.resize_embeddings else rows, "max_positions": positions}
+    if resolved.config.model.resize_embeddings:
+        rows = None
+    return Splits(resolved.config, grid, tokenizer, given.data_collator, rows, positions)
 
 
 def _skeleton(
     resolved: ResolvedConfig, instance: nn.Module | None, spec: ModelSpec | None, tokenizer: Any
-) -> tuple[nn.Module, WeightSource | None]:
-    """The model to train, and where its values come from; None where an instance holds them."""
+) -> tuple[nn.Module, WeightSource]:
+    """The model to train, and where its values come from."""
     config = resolved.config.model
-    weights: WeightSource | None = None
+    weights: WeightSource | None
     if instance is None:
         assert spec is not None
-        model: nn.Module = build_skeleton(spec.folder, config, torch.float32)
+        model: Any = build_skeleton(spec.folder, config, torch.float32)
         weights = CheckpointWeights(spec.folder, model, config.allow_pickle)
     else:
-        model = instance
-        if hasattr(model, "config"):
+        model, weights = instance, None
+        if isinstance(model, PreTrainedModel):
             prepare_for_training(model, config)
-    if tokenizer is not None and hasattr(model, "get_input_embeddings"):
+        elif resolved.config.checkpoint.export:
+            raise ConfigError(
+                f"checkpoint.export is true and {type(model).__name__} is no model of transformers",
+                "the export is a Hugging Face folder, which only its own models have",
+                "set checkpoint.export to false and save the model yourself",
+            )
+    if tokenizer is not None and isinstance(model, PreTrainedModel):
         weights = fit_embeddings(model, tokenizer, weights, config)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ModelError(
@@ -240,51 +240,4 @@ def _skeleton(
             "a run trains at least one parameter",
             "set requires_grad on the parameters to train before Trainer(model=...)",
         )
-    return model, weights
-
-
-def _loss(resolved: ResolvedConfig, model: nn.Module, function: Callable | None) -> LossFunction:
-    smoothing = resolved.config.loss.label_smoothing
-    causal = is_causal_lm(model)
-    base: LossFunction = CausalLMLoss(smoothing) if causal else ModelOwnLoss()
-    if function is not None:
-        if smoothing:
-            raise ConfigError(
-                f"loss.label_smoothing is {smoothing} and a compute_loss_func was handed to Trainer",
-                "a loss function of your own decides about smoothing itself",
-                "set loss.label_smoothing to 0 and smooth inside compute_loss_func",
-            )
-        return UserLoss(function, counts_like=base)
-    if smoothing and not causal:
-        raise ConfigError(
-            f"loss.label_smoothing is {smoothing} and {type(model).__name__} computes its own loss",
-            "smoothing is applied to the cross entropy of causal language models",
-            "set loss.label_smoothing to 0, or pass Trainer(compute_loss_func=...)",
-        )
-    if not causal:
-        warn_once(
-            f"{type(model).__name__} computes its own loss: it is taken as the mean over labels other than -100, "
-            "which is what transformers' models return"
-        )
-    return base
-
-
-def _optimizer(
-    named: list[tuple[str, nn.Parameter]],
-    shapes: dict[str, torch.Size],
-    resolved: ResolvedConfig,
-    given: torch.optim.Optimizer | None,
-) -> torch.optim.Optimizer:
-    if given is None:
-        return build_optimizer(parameter_groups(named, shapes, resolved.config.optimizer), resolved)
-    theirs = {id(p) for group in given.param_groups for p in group["params"]}
-    strangers = len(theirs - {id(p) for _, p in named})
-    left_out = [name for name, p in named if id(p) not in theirs]
-    if strangers or left_out:
-        raise ConfigError(
-            f"the optimizer handed to Trainer updates {strangers} tensors that are not parameters of the model, and "
-            f"leaves out {len(left_out)} trainable ones{': ' + ', '.join(left_out[:5]) if left_out else ''}",
-            "an optimizer updates exactly the model's trainable parameters",
-            "build it on the model instance handed to Trainer(model=...), and freeze what it should not update",
-        )
-    return given
+    return model, weights or ModuleWeights(model)

@@ -37,6 +37,9 @@ class Callback:
     def on_train_end(self, trainer: Trainer) -> None:
         """After the last step."""
 
+    def close(self) -> None:
+        """Releases what the callback holds, however the training ended."""
+
 
 class MetricsCallback(Callback):
     """Appends every logged line and every evaluation to `<output_dir>/metrics.jsonl`, on rank 0.
@@ -65,7 +68,7 @@ class MetricsCallback(Callback):
         if self._writer is not None:
             self._writer.write(metrics)
 
-    def on_train_end(self, trainer: Trainer) -> None:
+    def close(self) -> None:
         """Closes the file."""
         if self._writer is not None:
             self._writer.close()
@@ -81,6 +84,7 @@ class ProgressCallback(Callback):
 
     def __init__(self, show_bar: bool) -> None:
         self._show_bar = show_bar
+        self._progress: Progress | None = None
 
     def on_train_begin(self, trainer: Trainer) -> None:
         """Starts the bar."""
@@ -88,21 +92,25 @@ class ProgressCallback(Callback):
         self._progress.__enter__()
 
     def on_step_end(self, trainer: Trainer) -> None:
-        """Moves the bar."""
-        self._progress.step()
+        """Moves the bar, if the step belongs to a training run."""
+        if self._progress is not None:
+            self._progress.step()
 
     def on_log(self, trainer: Trainer, metrics: StepMetrics) -> None:
         """Shows the window's numbers."""
-        self._progress.show(metrics)
+        if self._progress is not None:
+            self._progress.show(metrics)
 
     def on_evaluate(self, trainer: Trainer, metrics: EvalMetrics) -> None:
         """Prints the loss of an evaluation."""
         extra = "".join(f"  {name} {value:.4g}" for name, value in metrics.extra.items())
         get_logger().info("step %d: eval loss %.4f%s", metrics.step, metrics.eval_loss, extra)
 
-    def on_train_end(self, trainer: Trainer) -> None:
+    def close(self) -> None:
         """Ends the bar."""
-        self._progress.__exit__(None, None, None)
+        if self._progress is not None:
+            self._progress.__exit__(None, None, None)
+            self._progress = None
 
 
 class PlotCallback(Callback):

@@ -80,14 +80,14 @@ def _gathered(rows: list, mesh: Mesh) -> tuple[np.ndarray, np.ndarray]:
 def _padded(arrays: list[np.ndarray]) -> np.ndarray:
     shape = np.max([a.shape for a in arrays], axis=0)
     out = np.full((len(arrays), *shape), IGNORE_INDEX, dtype=arrays[0].dtype)
-    for i, array in enumerate(arrays):
-        out[(i, *(slice(n) for n in array.shape))] = array
+    for row, array in zip(out, arrays, strict=True):
+        row[tuple(slice(n) for n in array.shape)] = array
     return out
 
 
 def prediction_metrics(result: EvaluationResult, compute_metrics: Callable | None) -> dict[str, float]:
     """What the user's `compute_metrics(EvalPrediction)` returns for a pass; empty without one."""
-    if compute_metrics is None:
+    if compute_metrics is None or result.predictions is None or result.label_ids is None:
         return {}
     from transformers import EvalPrediction
 

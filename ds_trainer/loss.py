@@ -11,6 +11,9 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 
+from ds_trainer.errors import ConfigError
+from ds_trainer.log import warn_once
+
 IGNORE_INDEX = -100
 
 Batch = Mapping[str, Any]
@@ -119,3 +122,35 @@ class UserLoss:
     def loss_sum(self, outputs: Any, batch: Batch, step_tokens: int) -> torch.Tensor:
         """The function's share of the step's mean, times the step's tokens."""
         return self.function(outputs, batch["labels"], num_items_in_batch=step_tokens) * step_tokens
+
+
+def make_loss(
+    model_name: str, is_causal_lm: bool, label_smoothing: float, function: Callable[..., torch.Tensor] | None
+) -> LossFunction:
+    """The loss of a run.
+
+    Args:
+        model_name: Name of the model's class.
+        is_causal_lm: Whether the model predicts next tokens.
+        label_smoothing: `loss.label_smoothing`.
+        function: The user's `compute_loss_func`.
+
+    Raises:
+        ConfigError: Label smoothing is asked of a loss that is not computed here.
+    """
+    if label_smoothing and (function is not None or not is_causal_lm):
+        whose = "a compute_loss_func was handed to Trainer" if function else f"{model_name} computes its own loss"
+        raise ConfigError(
+            f"loss.label_smoothing is {label_smoothing} and {whose}",
+            "smoothing is applied to the cross entropy of causal language models, which is computed here",
+            "set loss.label_smoothing to 0 and smooth inside a compute_loss_func",
+        )
+    base: LossFunction = CausalLMLoss(label_smoothing) if is_causal_lm else ModelOwnLoss()
+    if function is not None:
+        return UserLoss(function, counts_like=base)
+    if not is_causal_lm:
+        warn_once(
+            f"{model_name} computes its own loss: it is taken as the mean over labels other than {IGNORE_INDEX}, "
+            "which is what transformers' models return"
+        )
+    return base

@@ -10,6 +10,39 @@ from torch import nn
 
 from ds_trainer.config.resolved import ResolvedConfig
 from ds_trainer.config.schema import OptimizerConfig, ScheduleConfig
+from ds_trainer.errors import ConfigError
+
+
+def make_optimizer(
+    named: list[tuple[str, nn.Parameter]],
+    shapes: Mapping[str, torch.Size],
+    resolved: ResolvedConfig,
+    given: torch.optim.Optimizer | None,
+) -> torch.optim.Optimizer:
+    """The user's optimizer where there is one, else the config's.
+
+    Args:
+        named: Trainable parameters under their model names.
+        shapes: Full shapes by name.
+        resolved: The run's config.
+        given: Optimizer handed to `Trainer`.
+
+    Raises:
+        ConfigError: The user's optimizer does not update exactly the trainable parameters.
+    """
+    if given is None:
+        return build_optimizer(parameter_groups(named, shapes, resolved.config.optimizer), resolved)
+    theirs = {id(p) for group in given.param_groups for p in group["params"]}
+    strangers = len(theirs - {id(p) for _, p in named})
+    left_out = [name for name, p in named if id(p) not in theirs]
+    if strangers or left_out:
+        raise ConfigError(
+            f"the optimizer handed to Trainer updates {strangers} tensors that are not parameters of the model, and "
+            f"leaves out {len(left_out)} trainable ones{': ' + ', '.join(left_out[:5]) if left_out else ''}",
+            "an optimizer updates exactly the model's trainable parameters",
+            "build it on the model instance handed to Trainer(model=...), and freeze what it should not update",
+        )
+    return given
 
 
 def parameter_groups(

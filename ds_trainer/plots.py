@@ -65,6 +65,7 @@ def loss_figure(lines: list[dict[str, Any]]) -> Figure:
             f"{loss:.3f}", (step, loss), xytext=(0, 8), textcoords="offset points", ha="center", color=EVAL_COLOR
         )
     axes.margins(y=0.12)
+    axes.locator_params("x", integer=True)
     axes.legend(frameon=False)
     return figure
 
@@ -81,6 +82,7 @@ def training_figure(lines: list[dict[str, Any]]) -> Figure:
         axes.set_title(title, fontsize=11, loc="left")
         axes.set_ylim(bottom=0)
         axes.yaxis.set_major_formatter("{x:g}")
+        axes.locator_params("x", integer=True)
     figure.supxlabel("optimizer step", fontsize=11)
     return figure
 

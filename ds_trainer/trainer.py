@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,40 +17,18 @@ from ds_trainer.config.io import load_config
 from ds_trainer.config.resolve import total_steps
 from ds_trainer.config.schema import RunConfig
 from ds_trainer.data.loader import BatchLoader
-from ds_trainer.errors import ConfigError, NonFiniteError
+from ds_trainer.errors import ConfigError
 from ds_trainer.evaluation import EvaluationResult, prediction_metrics, run_evaluation
 from ds_trainer.executors.accumulate import StepLoss, run_accumulate
-from ds_trainer.log import get_logger
+from ds_trainer.log import get_logger, warn_once
+from ds_trainer.mesh.agree import agreed
 from ds_trainer.mesh.memory import peak_memory_bytes
 from ds_trainer.metrics import EvalMetrics, WindowMean
+from ds_trainer.non_finite import NonFinitePolicy
 from ds_trainer.optim import lr_factor
+from ds_trainer.state import TrainerState
 
 ConfigSource = str | Path | dict | RunConfig | tuple[RunConfig, dict[str, str]]
-
-
-@dataclass
-class TrainerState:
-    """Where a run is. Names as in transformers' `TrainerState`.
-
-    Args:
-        max_steps: Optimizer steps of the run.
-        global_step: Optimizer steps taken.
-        epoch: Passes over the training data, with a fraction.
-        loss: Token mean of the last step's loss; None before the first and where a step had no label token.
-        grad_norm: Global gradient norm of the last step before clipping; inf where it was not finite.
-        empty_steps: Steps without any label token: nothing was updated, schedule and data moved on.
-        skipped_steps: Steps dropped because loss or gradient was not finite.
-        log_history: Every logged line and evaluation.
-    """
-
-    max_steps: int
-    global_step: int = 0
-    epoch: float = 0.0
-    loss: float | None = None
-    grad_norm: float = 0.0
-    empty_steps: int = 0
-    skipped_steps: int = 0
-    log_history: list[Any] = field(default_factory=list)
 
 
 class Trainer:
@@ -88,37 +65,30 @@ class Trainer:
         callbacks: Sequence[Callback] = (),
         optimizers: tuple[torch.optim.Optimizer | None, Any | None] = (None, None),
     ) -> None:
-        run_config, origins = _loaded(config)
-        if isinstance(model, (str, Path)):
-            run_config = run_config.model_copy(
-                update={"model": run_config.model.model_copy(update={"path": str(model)})}
-            )
-            origins |= {"model.path": "Trainer(model=...)"}
+        run_config, origins = _loaded(config, model)
         optimizer, self._lr_scheduler = optimizers
-        _check_optimizers(optimizers, model, run_config)
-        self.run = assemble(
-            run_config,
-            origins,
-            Ingredients(
-                model=model if isinstance(model, nn.Module) else None,
-                train_dataset=train_dataset,
-                eval_dataset=eval_dataset,
-                processing_class=processing_class,
-                data_collator=data_collator,
-                compute_loss_func=compute_loss_func,
-                optimizer=optimizer,
-            ),
+        given = Ingredients(
+            model=model if isinstance(model, nn.Module) else None,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            data_collator=data_collator,
+            compute_loss_func=compute_loss_func,
+            optimizer=optimizer,
+            scheduler=self._lr_scheduler,
         )
+        self.run = assemble(run_config, origins, given)
         self.config = self.run.resolved.config
         self.engine = self.run.engine
         self.is_world_process_zero = self.run.mesh.grid.rank == 0
         self.state = TrainerState(max_steps=self._total_steps())
+        self.callbacks = [*self._built_in_callbacks(), *callbacks]
         self._compute_metrics = compute_metrics
         self._base_lrs = [group["lr"] for group in self.engine.param_groups()]
         self._window = WindowMean()
-        self._skipped_in_a_row = 0
+        if self.run.train_loader is not None:
+            self._non_finite = NonFinitePolicy(self.config, self.run.train_loader.sampler, self.run.mesh)
         self._set_lr()
-        self.callbacks = [*self._built_in_callbacks(), *callbacks]
 
     def _total_steps(self) -> int:
         if self.run.train_loader is None:
@@ -148,15 +118,18 @@ class Trainer:
                 "training needs data.train or Trainer(train_dataset=...)",
                 "set data.train to json, jsonl or parquet files",
             )
-        self._call("on_train_begin")
-        if self.config.evaluation.at_start and self.run.eval_loader is not None:
-            self.evaluate()
-        while self.state.global_step < self.state.max_steps:
-            self.train_step()
-            self._evaluate_if_due()
-        if self.config.evaluation.at_end and self.run.eval_loader is not None and not self._just_evaluated():
-            self.evaluate()
-        self._call("on_train_end")
+        try:
+            self._call("on_train_begin")
+            self._evaluate_if(self.config.evaluation.at_start)
+            while self.state.global_step < self.state.max_steps:
+                self.train_step()
+                every = self.config.evaluation.every_steps
+                self._evaluate_if(every is not None and self.state.global_step % every == 0)
+            self._evaluate_if(self.config.evaluation.at_end)
+            self._call("on_train_end")
+        finally:
+            for callback in self.callbacks:
+                callback.close()
         if self.config.checkpoint.export:
             self.save_model()
         return self.state
@@ -190,55 +163,19 @@ class Trainer:
 
     def _update(self, step_loss: StepLoss) -> bool:
         """Updates the weights, unless the step has no label token or is not finite; returns whether it was dropped."""
+        state = self.state
         if step_loss.num_tokens == 0:
-            self.state.empty_steps += 1
-            self.state.grad_norm = 0.0
-            get_logger().warning(
-                "step %d has no label token: no weight was changed (%d such steps so far)",
-                self.state.global_step + 1,
-                self.state.empty_steps,
-            )
+            state.empty_steps += 1
+            state.grad_norm = 0.0
+            warn_once(f"step {state.global_step + 1} has no label token: it updates nothing, schedule and data move on")
             return False
         self._call("on_pre_optimizer_step")
-        self._stop_on_bad_loss(step_loss)
+        self._non_finite.check_loss(step_loss, state.global_step)
         outcome = self.engine.finish()
-        self.state.grad_norm = outcome.grad_norm
-        if not outcome.skipped:
-            self._skipped_in_a_row = 0
-            return False
-        self.state.skipped_steps += 1
-        self._skipped_in_a_row += 1
-        self._stop_on_skipped()
-        return True
-
-    def _stop_on_bad_loss(self, step_loss: StepLoss) -> None:
-        if self.config.run.on_non_finite == "skip" or step_loss.loss_sum - step_loss.loss_sum == 0.0:
-            return
-        assert self.run.train_loader is not None
-        mine = self.run.train_loader.sampler.microbatches(self.state.global_step)
-        bad = self.run.mesh.gather_objects([mine[i] for i in step_loss.bad_microbatches])
-        where = "; ".join(f"rank {rank}, samples {samples}" for rank, samples in enumerate(bad) if samples)
-        self._raise_non_finite(f"the loss of step {self.state.global_step + 1} is not finite ({where})")
-
-    def _stop_on_skipped(self) -> None:
-        run, step = self.config.run, self.state.global_step + 1
-        if self.config.precision.dtype == "fp16" or run.on_non_finite == "skip":
-            if self._skipped_in_a_row > run.max_skipped_steps:
-                self._raise_non_finite(f"{self._skipped_in_a_row} steps in a row, up to step {step}, were not finite")
-            return
-        assert self.run.train_loader is not None
-        samples = self.run.train_loader.sampler.global_batch(self.state.global_step)
-        self._raise_non_finite(f"the gradient of step {step} is not finite, its loss is (samples {samples})")
-
-    def _raise_non_finite(self, found: str) -> None:
-        error = NonFiniteError(
-            f"{found}; the weights are those of step {self.state.global_step}",
-            "a NaN or infinite gradient would destroy every weight",
-            "look at these samples, lower optimizer.lr or set optimizer.max_grad_norm; "
-            "run.on_non_finite = skip drops such steps, up to run.max_skipped_steps in a row",
-        )
-        error.agreed = True  # Loss and norm are reduced over all ranks: each one raises.
-        raise error
+        state.grad_norm = outcome.grad_norm
+        state.skipped_steps += outcome.skipped
+        self._non_finite.after_step(state.global_step, outcome.skipped)
+        return outcome.skipped
 
     def _set_lr(self) -> None:
         """Sets the rate of the coming step; after the last one it stands at the schedule's end."""
@@ -262,14 +199,12 @@ class Trainer:
         state.log_history.append(metrics)
         self._call("on_log", metrics)
 
-    def _evaluate_if_due(self) -> None:
-        every = self.config.evaluation.every_steps
-        if every and self.state.global_step % every == 0 and self.run.eval_loader is not None:
+    def _evaluate_if(self, due: bool) -> None:
+        """Evaluates if it is due, there is data, and this very step has not been evaluated yet."""
+        last = self.state.log_history[-1] if self.state.log_history else None
+        done = isinstance(last, EvalMetrics) and last.step == self.state.global_step
+        if due and not done and self.run.eval_loader is not None:
             self.evaluate()
-
-    def _just_evaluated(self) -> bool:
-        history = self.state.log_history
-        return bool(history) and isinstance(history[-1], EvalMetrics) and history[-1].step == self.state.global_step
 
     def evaluate(self) -> dict[str, float]:
         """Runs the evaluation data once.
@@ -304,6 +239,7 @@ class Trainer:
         like = self.run.eval_loader or self.run.train_loader
         assert like is not None
         result = self._evaluate_on(like.over(test_dataset), collect=True)
+        assert result.predictions is not None
         metrics = {f"test_{k}": float(v) for k, v in prediction_metrics(result, self._compute_metrics).items()}
         return PredictionOutput(result.predictions, result.label_ids, {"test_loss": result.loss, **metrics})
 
@@ -317,16 +253,16 @@ class Trainer:
             output_dir: Folder; None: `<run.output_dir>/model`.
         """
         folder = Path(output_dir or Path(self.config.run.output_dir) / "model")
-        export_model(
-            self.engine.full_parameters(),
-            self.run.model,
-            self.run.tokenizer,
-            str(folder),
-            dtype=self.run.export_dtype,
-            max_shard_size=self.config.checkpoint.max_shard_size,
-            is_writer=self.is_world_process_zero,
-        )
-        self.run.mesh.barrier()
+        with agreed(self.run.mesh):
+            export_model(
+                self.engine.full_parameters(),
+                self.run.model,
+                self.run.tokenizer,
+                str(folder),
+                dtype=self.run.export_dtype,
+                max_shard_size=self.config.checkpoint.max_shard_size,
+                is_writer=self.is_world_process_zero,
+            )
         get_logger().info("model: %s", folder)
         return folder
 
@@ -339,32 +275,12 @@ class Trainer:
             getattr(callback, event)(self, *args)
 
 
-def _loaded(config: ConfigSource | None) -> tuple[RunConfig, dict[str, str]]:
-    if isinstance(config, tuple):
-        return config
-    if isinstance(config, RunConfig):
-        config = config.model_dump(mode="json", by_alias=True, exclude_unset=True)
-    return load_config({} if config is None else config)
-
-
-def _check_optimizers(optimizers: tuple, model: Any, config: RunConfig) -> None:
-    """An optimizer of the user's needs a model of theirs, and its state must be able to live where the config says."""
-    optimizer, scheduler = optimizers
-    if optimizer is not None and not isinstance(model, nn.Module):
-        raise ConfigError(
-            "Trainer(optimizers=...) holds an optimizer, and the model is not an instance",
-            "an optimizer is built on the parameters it updates",
-            "pass Trainer(model=instance, optimizers=...), or use the optimizer section of the config",
-        )
-    if optimizer is not None and config.zero.offload_optimizer.device != "none":
-        raise ConfigError(
-            f"Trainer(optimizers=...) with zero.offload_optimizer.device = {config.zero.offload_optimizer.device}",
-            "offloaded state is updated by DeepSpeed's own CPU optimizer",
-            "set zero.offload_optimizer.device to none, or use the optimizer section of the config",
-        )
-    if scheduler is not None and optimizer is None:
-        raise ConfigError(
-            "Trainer(optimizers=...) holds a scheduler without its optimizer",
-            "a scheduler sets the rates of the optimizer it was built on",
-            "pass both, or use the schedule section of the config",
-        )
+def _loaded(config: ConfigSource | None, model: Any) -> tuple[RunConfig, dict[str, str]]:
+    """The config and where its keys come from; a checkpoint handed as `model` replaces `model.path`."""
+    run_config, origins = config if isinstance(config, tuple) else load_config({} if config is None else config)
+    if isinstance(model, str | Path):
+        said = f" (instead of {run_config.model.path})" if run_config.model.path else ""
+        section = run_config.model.model_copy(update={"path": str(model)})
+        run_config = run_config.model_copy(update={"model": section})
+        origins = origins | {"model.path": f"Trainer(model=...){said}"}
+    return run_config, origins

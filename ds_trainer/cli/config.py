@@ -7,7 +7,6 @@ import json
 import sys
 from pathlib import Path
 
-from ds_trainer.config.cost import state_bytes
 from ds_trainer.config.coverage import coverage, covered_engines
 from ds_trainer.config.io import load_config, read_config
 from ds_trainer.config.keys import flatten, leaf_values
@@ -18,9 +17,9 @@ from ds_trainer.config.resolve import resolve
 from ds_trainer.config.resolved import ResolvedConfig
 from ds_trainer.config.schema import RunConfig
 from ds_trainer.config.to_deepspeed import to_deepspeed
-from ds_trainer.config.zero_rules import moments
 from ds_trainer.errors import ConfigError, ConfigErrors, UserError
 from ds_trainer.models.spec import ModelSpec, read_spec
+from ds_trainer.planner.needs import rows_by_stage
 
 
 def run(args: argparse.Namespace) -> int:
@@ -103,12 +102,12 @@ def _show(args: argparse.Namespace) -> int:
     console.print(table)
     for text in resolved.warnings:
         console.print(f"warning: {text}")
-    if costs := cost_rows(resolved):
-        title = f"bytes per parameter and rank, {resolved.data_ranks} ranks, without offload and buffers"
-        table = Table("stage", "gradients", "after backward", "after step", "", title=title)
-        for row in costs:
-            table.add_row(*row)
-        console.print(table)
+    title = f"bytes per parameter that each of {resolved.data_ranks} data ranks keeps, buffers and activations apart"
+    # Narrow numbers leave room for the reason.
+    costs = Table(*(Column(name, max_width=None if name == "why" else 11) for name in COST_COLUMNS), title=title)
+    for row in cost_rows(resolved):
+        costs.add_row(*row)
+    console.print(costs)
     return 0
 
 
@@ -136,17 +135,17 @@ def _without_part(resolved: ResolvedConfig) -> set[str]:
     return idle | {"$schema"}
 
 
+COST_COLUMNS = ("stage", "gradients", "after backward", "after step", "on host", "on NVMe", "ZeRO paper", "why")
+
+
 def cost_rows(resolved: ResolvedConfig) -> list[tuple[str, ...]]:
-    """What every stage keeps, with fp32 gradients and with the backward pass's own; the run's own row is marked."""
-    config, dtype = resolved.config, resolved.config.precision.dtype
-    if dtype not in ("fp32", "bf16"):
-        return []
-    stages = (0, 1, 2, 3) if config.parallel.engine == "deepspeed" else (0,)
-    own = (config.zero.stage if config.parallel.engine == "deepspeed" else 0, config.precision.grad_dtype)
-    table: list[tuple[str, ...]] = []
-    for stage in stages:
-        for grad_dtype in dict.fromkeys(("fp32", "fp32" if stage == 0 else dtype)):
-            backward, step = state_bytes(stage, dtype, grad_dtype, resolved.data_ranks, moments(config))
-            mark = "this run" if (stage, grad_dtype) == own else ""
-            table.append((str(stage), grad_dtype, f"{backward:.4g}", f"{step:.4g}", mark))
+    """What every stage would keep, under `COST_COLUMNS`; the run's own row is marked."""
+    config = resolved.config
+    is_zero = config.parallel.engine == "deepspeed"
+    table = []
+    for (stage, grad_dtype), row in rows_by_stage(resolved).items():
+        own = grad_dtype == config.precision.grad_dtype and stage == (config.zero.stage if is_zero else 0)
+        numbers = (row.after_backward, row.after_step, row.host, row.nvme, row.paper)
+        name = f"{stage}, this run" if own else str(stage)
+        table.append((name, grad_dtype, *(f"{number:.4g}" for number in numbers), row.why))
     return table

@@ -176,10 +176,10 @@ def _power_sgd(config: RunConfig, asked: Asked) -> Iterator[ConfigError]:
 
 
 def _shard_size(config: RunConfig, asked: Asked) -> Iterator[ConfigError]:
-    if not re.fullmatch(r"0*[1-9]\d*([KMGT]B)?", config.checkpoint.max_shard_size):
+    if not re.fullmatch(r"0*[1-9]\d*[KMG]i?B", config.checkpoint.max_shard_size):
         yield ConfigError(
             asked.says("checkpoint.max_shard_size"),
-            "a size is a whole number and KB, MB, GB or TB",
+            "a size is a whole number and KB, MB or GB (powers of 1000) or KiB, MiB or GiB (powers of 1024)",
             'write for example "5GB"',
         )
 

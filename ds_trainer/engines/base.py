@@ -77,8 +77,8 @@ class Engine(Protocol):
     module: nn.Module
     """The wrapped model, for `train()` and `eval()`."""
 
-    def load(self, model: nn.Module, weights: WeightSource | None) -> None:
-        """Puts the parameters where this engine wants them; `weights` None means `model` holds its values already."""
+    def load(self, model: nn.Module, weights: WeightSource) -> None:
+        """Puts the values of `weights` where this engine wants `model`'s parameters."""
 
     def wrap(self, make_optimizer: OptimizerFactory) -> None:
         """Builds the optimizer on the placed parameters and the object that runs the step."""

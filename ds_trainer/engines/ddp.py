@@ -44,7 +44,7 @@ class DDPEngine:
     def __init__(self, resolved: ResolvedConfig, mesh: Mesh) -> None:
         self.config = resolved.config
         self.mesh = mesh
-        self.module: nn.Module
+        self.module: Any  # its attributes are those of DistributedDataParallel
         self._compute_dtype = TORCH_DTYPES[self.config.precision.dtype or "fp32"]
         scale = self.config.precision.loss_scale
         self._scaler = torch.amp.GradScaler(
@@ -54,17 +54,15 @@ class DDPEngine:
             growth_interval=scale.loss_scale_window,
         )
 
-    def load(self, model: nn.Module, weights: WeightSource | None) -> None:
-        """Every rank holds the whole model in fp32; rank 0's values are broadcast by DDP when it wraps."""
+    def load(self, model: nn.Module, weights: WeightSource) -> None:
+        """Every rank holds the whole model in fp32."""
         self._model = model
-        if weights is not None:
-            load_full(model, weights, self.mesh.device, torch.float32)
-        else:
-            model.to(device=self.mesh.device, dtype=torch.float32)
+        load_full(model, weights, self.mesh.device, torch.float32)
 
     def wrap(self, make_optimizer: OptimizerFactory) -> None:
         """Wraps the model and builds the optimizer on its parameters."""
         config = self.config.ddp
+        sync_buffers: dict[str, Any] = {_SYNC_BUFFERS: False}  # They are the same everywhere, and nothing updates them.
         self.module = DistributedDataParallel(
             self._model,
             device_ids=[self.mesh.device.index] if self.mesh.device.type == "cuda" else None,
@@ -73,8 +71,7 @@ class DDPEngine:
             gradient_as_bucket_view=config.gradient_as_bucket_view,
             find_unused_parameters=bool(config.find_unused_parameters),
             static_graph=config.static_graph,
-            # The buffers are the same on every rank and nothing updates them.
-            **{_SYNC_BUFFERS: False},
+            **sync_buffers,
         )
         self._register_comm_hook()
         self._optimizer = make_optimizer([(n, p) for n, p in self._model.named_parameters() if p.requires_grad])

@@ -18,13 +18,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ds_trainer.config.native_keys import ReadRecorder
 from ds_trainer.config.resolved import ResolvedConfig
 from ds_trainer.config.to_deepspeed import to_deepspeed
 from ds_trainer.engines.base import EngineFacts, OptimizerFactory, StepOutcome
 from ds_trainer.engines.clip import clip_by_norm, global_norm
 from ds_trainer.engines.dtypes import DTYPE_NAMES, TORCH_DTYPES
 from ds_trainer.engines.measure import content_hash, devices, grouped_parameters, state_tensors, storage_bytes
-from ds_trainer.engines.zero3_load import load_partitioned, partition_bounds
+from ds_trainer.engines.zero3_load import load_partitioned
+from ds_trainer.engines.zero_state import load_wide_masters, owned_slices, read_state
+from ds_trainer.errors import EngineError
 from ds_trainer.layout import ParameterSlice
 from ds_trainer.mesh.mesh import Mesh
 from ds_trainer.mesh.ops import disable_shm_comm
@@ -44,7 +47,7 @@ class DeepSpeedEngine:
     def __init__(self, resolved: ResolvedConfig, mesh: Mesh) -> None:
         self.config = resolved.config
         self.mesh = mesh
-        self.module: nn.Module
+        self.module: Any  # DeepSpeed's engine: its attributes are those of no annotated class
         self.native = to_deepspeed(resolved)
         self.stage = self.config.zero.stage
         if self._clips_itself:
@@ -81,23 +84,35 @@ class DeepSpeedEngine:
             section["nvme_path"] = str(folders[path].path)
         self._swaps = list(folders.values())
 
-    def load(self, model: nn.Module, weights: WeightSource | None) -> None:
+    def load(self, model: nn.Module, weights: WeightSource) -> None:
         """Stages 0-2: whole tensors on every rank. Stage 3: each rank reads and keeps its own flat slices only."""
-        self._model = model
+        self._model, self._weights = model, weights
         self._shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
         if self.stage == 3:
             load_partitioned(model, weights, self.native, self._param_dtype, self.mesh)
-        elif weights is not None:
-            load_full(model, weights, self.mesh.device, self._param_dtype)
         else:
-            model.to(device=self.mesh.device, dtype=self._param_dtype)
+            load_full(model, weights, self.mesh.device, self._param_dtype)
 
     def wrap(self, make_optimizer: OptimizerFactory) -> None:
-        """Builds the optimizer and DeepSpeed's engine around it."""
-        optimizer = make_optimizer([(n, p) for n, p in self._model.named_parameters() if p.requires_grad])
+        """Builds the optimizer and DeepSpeed's engine around it.
+
+        Raises:
+            EngineError: DeepSpeed never read a key of its JSON.
+        """
+        trainable = [(n, p) for n, p in self._model.named_parameters() if p.requires_grad]
+        recorder = ReadRecorder(self.native)
         self.module, *_ = deepspeed.initialize(
-            model=self._model, optimizer=optimizer, config=self.native, dist_init_required=False
+            model=self._model, optimizer=make_optimizer(trainable), config=recorder, dist_init_required=False
         )
+        if recorder.unread():
+            raise EngineError(
+                f"DeepSpeed {deepspeed.__version__} never read {', '.join(recorder.unread())}",
+                "a key that is set must have an effect",
+                "remove it from native.deepspeed, or install a DeepSpeed that knows it",
+            )
+        if self.stage > 0 and self._param_dtype != torch.float32:
+            load_wide_masters(self.module, trainable, self.stage, self._weights)
+        del self._weights
 
     @contextmanager
     def microbatch(self, is_last: bool) -> Iterator[None]:
@@ -139,29 +154,18 @@ class DeepSpeedEngine:
 
     def parameter_layout(self) -> list[ParameterSlice]:
         """Flat ranges: a cut of every tensor at stage 3, of each group's concatenation at stages 1 and 2."""
-        return list(self._owned_slices().values())
+        return list(owned_slices(self._model, self._shapes, self.stage).values())
 
-    def _owned_slices(self) -> dict[str, ParameterSlice]:
-        owned = {}
-        for name, parameter in self._model.named_parameters():
-            shape = self._shapes[name]
-            if self.stage == 3:
-                owned[name] = ParameterSlice.flat_range(name, shape, *partition_bounds(parameter))
-            elif hasattr(parameter, "_hp_mapping"):
-                if parameter._hp_mapping is not None:
-                    address = parameter._hp_mapping.lp_fragment_address
-                    stop = address.start + address.numel
-                    owned[name] = ParameterSlice.flat_range(name, shape, address.start, stop)
-            else:
-                owned[name] = ParameterSlice.whole(name, shape)
-        return owned
+    def _named(self) -> Iterator[tuple[str, Any]]:
+        """Parameters with the attributes that DeepSpeed hangs on them."""
+        return self._model.named_parameters()
 
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """fp32 masters, gathered one at a time.
 
         Comm: one all-gather (stage 3) or all-reduce (stages 1, 2) of each tensor over the data ranks.
         """
-        for name, parameter in self._model.named_parameters():
+        for name, parameter in self._named():
             whole = deepspeed.utils.safe_get_full_fp32_param(parameter) if parameter.requires_grad else None
             if whole is None:
                 with deepspeed.zero.GatheredParameters([parameter], enabled=self.stage == 3):
@@ -174,7 +178,7 @@ class DeepSpeedEngine:
         Comm: as `full_parameters`.
         """
         scale = getattr(self.module.optimizer, "loss_scale", 1.0)
-        for name, parameter in self._model.named_parameters():
+        for name, parameter in self._named():
             if not parameter.requires_grad:
                 continue
             if hasattr(parameter, "_hp_mapping"):
@@ -186,27 +190,12 @@ class DeepSpeedEngine:
 
     def state(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
         """Owned fragments of masters and optimizer states, read through DeepSpeed's swapper where they are on NVMe."""
-        owned = self._owned_slices()
-        named = {n: p for n, p in self._model.named_parameters() if n in owned and p.requires_grad}
-        return {name: self._fragments(parameter, owned[name].numel) for name, parameter in named.items()}
-
-    def _fragments(self, parameter: nn.Parameter, numel: int) -> dict[str, torch.Tensor]:
-        keys = self._state_keys()
-        if self.stage == 3:
-            optimizer = self.module.optimizer
-            read = {"master": optimizer.get_local_fp32_param(parameter)}
-            read |= {key: optimizer.get_local_fp32_param(parameter, key) for key in keys}
-            return {key: value.flatten()[:numel].clone() for key, value in read.items()}
-        if hasattr(parameter, "_hp_mapping"):
-            mapping = parameter._hp_mapping
-            return {"master": mapping.get_hp_fragment()} | {key: mapping.get_hp_fragment(key) for key in keys}
-        return {"master": parameter.detach()} | dict(self.module.basic_optimizer.state.get(parameter, {}))
-
-    def _state_keys(self) -> list[str]:
-        states = self.module.basic_optimizer.state.values()
-        return sorted(
-            {key for state in states for key, value in state.items() if torch.is_tensor(value) and value.dim()}
-        )
+        owned = owned_slices(self._model, self._shapes, self.stage)
+        return {
+            name: read_state(self.module, parameter, owned[name].numel)
+            for name, parameter in self._named()
+            if name in owned and parameter.requires_grad
+        }
 
     def parameter_hash(self) -> str | None:
         """Below stage 3 every rank holds every parameter."""
@@ -219,7 +208,7 @@ class DeepSpeedEngine:
         states = state_tensors(self.module.basic_optimizer)
         nvme_bytes = sum(swap.bytes() for swap in self._swaps)
         if self.stage == 3:
-            shards = [p.ds_tensor for p in parameters]
+            shards = [p.ds_tensor for _, p in self._named()]
             on_nvme = any(getattr(s, "final_location", None) == "nvme" for s in shards)
             param_device = "nvme" if on_nvme else devices(shards)
         else:

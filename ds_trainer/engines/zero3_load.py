@@ -16,24 +16,24 @@ from torch import nn
 from ds_trainer.layout import even_flat_range
 from ds_trainer.mesh.mesh import Mesh
 from ds_trainer.models.source import WeightSource
-from ds_trainer.models.weights import fill_buffers
+from ds_trainer.models.weights import fill_buffers, set_value
 
 
 class _OwnSlices(deepspeed.zero.Init):
     """DeepSpeed's partitioning without the broadcast of whole tensors from rank 0."""
 
-    def _zero_init_param(self, param: nn.Parameter) -> None:
+    def _zero_init_param(self, param: Any) -> None:
         self._convert_to_deepspeed_param(param)
         param.partition()
 
 
 def load_partitioned(
-    model: nn.Module, weights: WeightSource | None, native: dict[str, Any], dtype: torch.dtype, mesh: Mesh
+    model: nn.Module, weights: WeightSource, native: dict[str, Any], dtype: torch.dtype, mesh: Mesh
 ) -> None:
     """Partitions a model in place.
 
     Args:
-        model: A skeleton on meta, or a model whose values every rank holds when `weights` is None.
+        model: A skeleton on meta, or an instance.
         weights: Where the values are read from.
         native: The DeepSpeed JSON.
         dtype: Format of the partitions.
@@ -41,10 +41,6 @@ def load_partitioned(
 
     Shapes: each parameter of n elements becomes a flat shard of ceil(n / ranks) elements per rank.
     """
-    if weights is None:
-        model.to(dtype)
-        deepspeed.zero.Init(module=model, config_dict_or_path=native)
-        return
     fill_buffers(model, weights, mesh.device)
     # Its format follows from the JSON: DeepSpeed 0.19 on CPU takes an explicit `dtype` of fp32 for bf16.
     partitioner = _OwnSlices(config_dict_or_path=native)
@@ -52,17 +48,16 @@ def load_partitioned(
     whole = native["zero_optimization"].get("zero_hpz_partition_size", 1) > 1
     for name, parameter in model.named_parameters():
         value = torch.empty(parameter.shape, dtype=dtype, device=mesh.device)
-        start, stop = (
-            (0, value.numel()) if whole else even_flat_range(value.numel(), mesh.grid.dp_size, mesh.grid.dp_rank)
-        )
+        start, stop = 0, value.numel()
+        if not whole:
+            start, stop = even_flat_range(value.numel(), mesh.grid.dp_size, mesh.grid.dp_rank)
         if stop > start:
             value.view(-1)[start:stop] = weights.read(name, dtype, (start, stop))
-        materialised = nn.Parameter(value, requires_grad=parameter.requires_grad)
-        # Swapping keeps the object, so every module that shares it stays tied.
-        torch.utils.swap_tensors(parameter, materialised)
+        set_value(parameter, value)
+        del value
         partitioner._convert_to_zero_parameters([parameter])
 
 
-def partition_bounds(parameter: nn.Parameter) -> tuple[int, int]:
+def partition_bounds(parameter: Any) -> tuple[int, int]:
     """Start and stop of this rank's shard in the flattened parameter, padding left out."""
     return even_flat_range(parameter.ds_numel, parameter.ds_zero_partition_world_size, parameter.ds_zero_partition_rank)

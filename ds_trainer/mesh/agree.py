@@ -21,14 +21,15 @@ def agreed(mesh: Mesh) -> Iterator[None]:
     mine: UserError | None = None
     try:
         yield
-    except UserError as error:
-        mine = error
+    except UserError as caught:
+        mine = caught
     errors = mesh.gather_objects(mine)
     failed = [rank for rank, error in enumerate(errors) if error is not None]
     if not failed:
         return
-    error = mine if mine is not None and failed[0] == mesh.grid.rank else errors[failed[0]]
+    # Our own object keeps its traceback; another rank's has come through a pickle.
+    first = mine if mine is not None and failed[0] == mesh.grid.rank else errors[failed[0]]
     if len(failed) < len(errors):
-        error.args = (f"on rank {failed[0]}: {error.args[0]}",)
-    error.agreed = True
-    raise error
+        first.args = (f"on rank {failed[0]}: {first.args[0]}",)
+    first.agreed = True
+    raise first

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal
@@ -44,6 +45,14 @@ class Mesh:
         out: list = [None] * self.grid.dp_size
         dist.all_gather_object(out, value, group=self.dp_group)
         return out
+
+    def broadcast(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Overwrites tensors with data rank 0's.
+
+        Comm: one broadcast per tensor over `dp_group`, of its own bytes.
+        """
+        for tensor in tensors:
+            dist.broadcast(tensor, group=self.dp_group, group_src=0)
 
     def barrier(self) -> None:
         """Waits for every rank of the world."""

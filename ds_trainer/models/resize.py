@@ -46,6 +46,10 @@ class GrownEmbeddings:
         value = torch.cat([kept, tail[max(start - old_stop, 0) : stop - old_stop]])
         return value.view(new) if flat is None else value
 
+    def stored_dtype(self, name: str) -> torch.dtype:
+        """As in `ds_trainer.models.source.WeightSource`."""
+        return self._weights.stored_dtype(name)
+
 
 def fit_embeddings(
     model: PreTrainedModel,

@@ -33,6 +33,10 @@ class _Stored:
     shape: tuple[int, ...]
     data: Any
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return (self.data[:0] if self.shape else self.whole()).dtype
+
     def whole(self) -> torch.Tensor:
         return self.data[...]
 
@@ -98,6 +102,11 @@ class CheckpointWeights:
             value = recipe.run(lambda source: self._files[source].whole(), self._twin)[name]
         return _own(value if flat is None else value.flatten()[flat[0] : flat[1]], dtype)
 
+    def stored_dtype(self, name: str) -> torch.dtype:
+        """Format of the tensor in the file; of the first one where several are merged."""
+        recipe = self._recipes.get(name)
+        return self._buffers[name].dtype if recipe is None else self._files[recipe.sources[0][1]].dtype
+
     def _on_meta(self, source: str) -> torch.Tensor:
         return torch.empty(self._files[source].shape, device="meta")
 
@@ -147,19 +156,26 @@ class CheckpointWeights:
 
 
 def load_full(model: nn.Module, weights: WeightSource, device: torch.device, dtype: torch.dtype) -> None:
-    """Fills a skeleton with whole tensors, one at a time; ties stay ties.
+    """Fills a model with whole tensors, one at a time; ties stay ties.
 
     Args:
-        model: Skeleton, parameters on meta.
+        model: Skeleton with parameters on meta, or an instance.
         weights: Where the values are read from.
         device: Where they go.
         dtype: Format of the floating-point parameters.
     """
     for name, parameter in model.named_parameters():
-        value = weights.read(name, dtype if parameter.is_floating_point() else parameter.dtype).to(device)
-        # Swapping keeps the object, so every module that shares it stays tied.
-        torch.utils.swap_tensors(parameter, nn.Parameter(value, requires_grad=parameter.requires_grad))
+        value = weights.read(name, dtype if parameter.is_floating_point() else parameter.dtype)
+        set_value(parameter, value.to(device))
     fill_buffers(model, weights, device)
+
+
+def set_value(parameter: nn.Parameter, value: torch.Tensor) -> None:
+    """Gives a parameter, on meta or not, a value; the object stays, so modules and optimizers that share it keep it."""
+    if parameter.is_meta:
+        torch.utils.swap_tensors(parameter, nn.Parameter(value, requires_grad=parameter.requires_grad))
+    else:
+        parameter.data = value
 
 
 def fill_buffers(model: nn.Module, weights: WeightSource, device: torch.device) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ds_trainer.config.resolved import ResolvedConfig
 from ds_trainer.config.schema import RunConfig
+from ds_trainer.config.zero_keys import OFFLOAD_STAGES
 from ds_trainer.planner.memory import DTYPE_BYTES, MemoryRow, Part, bytes_per_parameter
 
 
@@ -23,6 +26,39 @@ def row_of(resolved: ResolvedConfig) -> MemoryRow:
         zero.offload_param.device if is_zero else "none",
         accumulation=config.batch.accumulation or 1,
         momentum=config.optimizer.momentum > 0,
+    )
+
+
+def rows_by_stage(resolved: ResolvedConfig) -> dict[tuple[int, str], MemoryRow]:
+    """The run's row and those of its neighbours: stage and gradient format -> row.
+
+    At each stage gradients in fp32 and, where the stage has it, in the backward pass's own format; the run's offload
+    where the stage has it. Outside DeepSpeed there is one row.
+    """
+    config = resolved.config
+    dtype = config.precision.dtype or "fp32"
+    if config.parallel.engine != "deepspeed":
+        return {(0, config.precision.grad_dtype or "fp32"): row_of(resolved)}
+    table = {}
+    for stage in (0, 1, 2, 3):
+        # DeepSpeed's stage 0 has one format each: bf16 runs under autocast on fp32, fp16 accumulates in fp16.
+        formats = (("fp16" if dtype == "fp16" else "fp32"),) if stage == 0 else ("fp32", dtype)
+        for grad_dtype in dict.fromkeys(formats):
+            table[stage, grad_dtype] = row_of(replace(resolved, config=_at(config, stage, grad_dtype)))
+    return table
+
+
+def _at(config: RunConfig, stage: int, grad_dtype: str) -> RunConfig:
+    """The config at another stage, without the offload that DeepSpeed lacks there."""
+    parts = {name: getattr(config.zero, name) for name in ("offload_optimizer", "offload_param")}
+    lacking = {
+        name: type(part)() for name, part in parts.items() if stage not in OFFLOAD_STAGES.get((name, part.device), ())
+    }
+    return config.model_copy(
+        update={
+            "zero": config.zero.model_copy(update={"stage": stage, **lacking}),
+            "precision": config.precision.model_copy(update={"grad_dtype": grad_dtype}),
+        }
     )
 
 

@@ -160,7 +160,9 @@ def test_nvme_equals_one_process_and_its_files_hold_the_bytes(world, reference, 
         "params": {"offload_optimizer": cpu, "offload_param": section},
         "both": {"offload_optimizer": section, "offload_param": section},
     }[what]
-    stage3 = {k: v for k, v in STAGE3.items() if k != "stage3_prefetch_bucket_size"}  # derived: 0 with parameters on nvme
+    stage3 = {
+        k: v for k, v in STAGE3.items() if k != "stage3_prefetch_bucket_size"
+    }  # derived: 0 with parameters on nvme
     proofs = world(run_cell, 2, folder, tmp_path, 2, optimizer, deepspeed(**stage3, **zero))
     for proof in proofs:
         facts, shard = proof["facts"], proof["total"] / 2

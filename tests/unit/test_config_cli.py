@@ -8,12 +8,12 @@ import time
 import pytest
 
 from ds_trainer.cli import main
-from ds_trainer.cli.config import cost_rows, json_schema, rows
-from ds_trainer.config.cost import state_bytes
+from ds_trainer.cli.config import COST_COLUMNS, cost_rows, json_schema, rows
 from ds_trainer.config.io import load_config
 from ds_trainer.config.resolve import resolve
 from ds_trainer.config.resolved import Machine
 from ds_trainer.errors import ConfigError
+from ds_trainer.planner.memory import bytes_per_parameter
 
 
 @pytest.fixture
@@ -59,10 +59,42 @@ def test_the_table_leaves_out_what_has_no_part_in_the_run():
 def test_show_prints_what_each_stage_costs_and_marks_the_run():
     machine = Machine(2, "cuda", ("fp32", "bf16"), "Ampere")
     table = cost_rows(resolve(*load_config({"zero": {"stage": 2}, "optimizer": {"name": "lion"}}), machine))
-    (own,) = [row for row in table if row[-1] == "this run"]
-    backward, step = state_bytes(2, "bf16", "fp32", 2, moments=1)
-    assert own == ("2", "fp32", f"{backward:g}", f"{step:g}", "this run")
-    assert {row[0] for row in table} == {"0", "1", "2", "3"}
+    assert [row[:2] for row in table] == [
+        ("0", "fp32"),
+        ("1", "fp32"),
+        ("1", "bf16"),
+        ("2, this run", "fp32"),
+        ("2", "bf16"),
+        ("3", "fp32"),
+        ("3", "bf16"),
+    ]
+    row = bytes_per_parameter(2, "bf16", "fp32", 2, "lion")
+    numbers = (row.after_backward, row.after_step, 0, 0, row.paper)
+    assert table[3] == ("2, this run", "fp32", *(f"{number:g}" for number in numbers), row.why)
+
+
+def test_the_cost_table_offloads_where_a_stage_can():
+    machine = Machine(2, "cuda", ("fp32", "bf16"), "Ampere")
+    nvme = {"device": "nvme", "nvme_path": "/drive", "buffer_count": 8}
+    table = cost_rows(resolve(*load_config({"zero": {"stage": 3, "offload_optimizer": nvme}}), machine))
+    on_nvme = {row[0]: row[COST_COLUMNS.index("on NVMe")] for row in table}
+    assert on_nvme == {"0": "0", "1": "0", "2": "0", "3, this run": "8", "3": "8"}
+
+
+def test_show_prints_the_cost_table_with_the_papers_figure_and_why(write, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "400")
+    path = write(zero={"stage": 3}, precision={"dtype": "fp32"})
+    assert exit_code("config", "show", path, "--world", "2", "--device", "cpu") == 0
+    (own,) = [line for line in capsys.readouterr().out.splitlines() if "this run" in line]
+    row = bytes_per_parameter(3, "fp32", "fp32", 2)
+    cells = [cell.strip() for cell in own.split("│")[1:-1]]
+    assert cells == ["3, this run", "fp32", "10", "10", "0", "0", "8", row.why]
+
+
+def test_a_run_of_another_engine_has_one_row():
+    machine = Machine(2, "cpu", ("fp32",), "no bf16")
+    (row,) = cost_rows(resolve(*load_config({"parallel": {"engine": "ddp"}}), machine))
+    assert row[:4] == ("0, this run", "fp32", "16", "12")
 
 
 def test_check_reports_every_kind_of_fault_at_once_and_exits_with_2(write, capsys):

@@ -2,7 +2,6 @@
 
 import pytest
 
-from ds_trainer.config.cost import state_bytes
 from ds_trainer.config.io import load_config
 from ds_trainer.config.machine import cpu_machine
 from ds_trainer.config.resolve import resolve, total_steps
@@ -186,22 +185,3 @@ def test_faults_of_batch_and_machine_are_reported_together():
     with pytest.raises(ConfigErrors) as caught:
         resolved({"precision": {"dtype": "fp16"}, "batch": {"global_size": 7}})
     assert len(caught.value.errors) == 2
-
-
-@pytest.mark.parametrize(
-    "stage, dtype, grad_dtype, measured",
-    [
-        (0, "fp32", "fp32", (16, 12)),
-        (1, "fp32", "fp32", (12, 10)),
-        (2, "fp32", "fp32", (12, 10)),
-        (3, "fp32", "fp32", (10, 10)),
-        (1, "bf16", "bf16", (9, 8)),
-        (2, "bf16", "bf16", (9, 8)),
-        (3, "bf16", "bf16", (8, 8)),
-        (1, "bf16", "fp32", (14, 12)),
-        (2, "bf16", "fp32", (10, 8)),
-        (3, "bf16", "fp32", (9, 9)),
-    ],
-)
-def test_the_cost_formula_gives_what_was_measured_on_two_ranks(stage, dtype, grad_dtype, measured):
-    assert state_bytes(stage, dtype, grad_dtype, ranks=2) == measured

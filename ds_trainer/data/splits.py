@@ -1,0 +1,81 @@
+"""The loaders of a run: training and evaluation data, from files or from data set objects, cut for this rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ds_trainer.config.schema import RunConfig
+from ds_trainer.data.loader import BatchLoader, pad_collate, padding_id
+from ds_trainer.data.prepare import prepare
+from ds_trainer.data.sampler import GlobalBatchSampler
+from ds_trainer.data.tokenized import preview
+from ds_trainer.log import get_logger
+from ds_trainer.mesh.grid import Grid
+
+
+@dataclass(frozen=True)
+class Splits:
+    """What makes batches of a run's data.
+
+    Args:
+        config: A config without open values.
+        grid: This rank's place.
+        tokenizer: Tokenizer; None where samples are tokenised already.
+        collator: The user's collator; None: padding on the right.
+        vocab_size: Rows of the model's embedding, which ids must not exceed; None: unchecked.
+        max_positions: Longest sequence the model takes; None: unchecked.
+    """
+
+    config: RunConfig
+    grid: Grid
+    tokenizer: Any = None
+    collator: Callable | None = None
+    vocab_size: int | None = None
+    max_positions: int | None = None
+
+    def train(self, handed: Any) -> BatchLoader | None:
+        """The loader of `handed`, or of `data.train`; None where there is neither.
+
+        Raises:
+            DataError: The data cannot be read or teaches nothing.
+        """
+        dataset = self._dataset(handed, self.config.data.train, "train")
+        batch = self.config.batch
+        assert batch.global_size is not None and batch.micro_size is not None
+        seed, shuffle = self.config.run.seed, self.config.data.shuffle
+        return self._loader(dataset, batch.global_size, batch.micro_size, seed, shuffle)
+
+    def eval(self, handed: Any) -> BatchLoader | None:
+        """The loader of `handed`, or of `data.eval`, in the data's own order; None where there is neither."""
+        dataset = self._dataset(handed, self.config.data.eval, "eval")
+        size = self.config.evaluation.batch_size
+        assert size is not None
+        return self._loader(dataset, size * self.grid.dp_size, size, seed=0, shuffle=False)
+
+    def _loader(self, dataset: Any, global_size: int, micro_size: int, seed: int, shuffle: bool) -> BatchLoader | None:
+        if dataset is None:
+            return None
+        sampler = GlobalBatchSampler(
+            len(dataset), global_size, micro_size, self.grid.dp_rank, self.grid.dp_size, seed, shuffle
+        )
+        collate = self.collator or self._pad
+        return BatchLoader(dataset, sampler, collate, vocab_size=self.vocab_size, max_positions=self.max_positions)
+
+    def _pad(self, features: list) -> dict:
+        return pad_collate(features, padding_id(self.tokenizer))
+
+    def _dataset(self, handed: Any, paths: Any, what: str) -> Any:
+        """A data set object with a collator of its own as it is, everything else tokenised."""
+        source = paths if handed is None else handed
+        if source is None or (handed is not None and self.collator is not None):
+            return source
+        data = self.config.data
+        dataset = prepare(
+            source, self.tokenizer, data, vocab_size=self.vocab_size, max_positions=self.max_positions, what=what
+        )
+        get_logger().info("data.%s: %s", what, dataset.stats)
+        if what == "train" and data.preview_samples and self.tokenizer is not None:
+            get_logger().info("%s", preview(dataset, self.tokenizer, data.preview_samples))
+        return dataset

@@ -1,0 +1,69 @@
+"""What a NaN or infinite loss or gradient leads to; the weights are untouched either way."""
+
+from __future__ import annotations
+
+import math
+from typing import NoReturn
+
+from ds_trainer.config.schema import RunConfig
+from ds_trainer.data.sampler import GlobalBatchSampler
+from ds_trainer.errors import NonFiniteError
+from ds_trainer.executors.accumulate import StepLoss
+from ds_trainer.mesh.mesh import Mesh
+
+
+class NonFinitePolicy:
+    """Stops the run on all ranks before the update, or counts skipped steps up to a limit.
+
+    Args:
+        config: The run's config.
+        sampler: Says which samples a step holds.
+        mesh: Process groups.
+    """
+
+    def __init__(self, config: RunConfig, sampler: GlobalBatchSampler, mesh: Mesh) -> None:
+        self._run = config.run
+        # With fp16 a gradient beyond its range is the loss scale's daily business.
+        self._skips = config.run.on_non_finite == "skip" or config.precision.dtype == "fp16"
+        self._sampler, self._mesh = sampler, mesh
+        self._in_a_row = 0
+
+    def check_loss(self, step_loss: StepLoss, step: int) -> None:
+        """Raises before the update if the loss of `step` (from 0) is not finite and the policy is to stop.
+
+        Comm: one gather of sample indices, only when it is not finite.
+
+        Raises:
+            NonFiniteError: On every rank, naming step, ranks and samples.
+        """
+        if math.isfinite(step_loss.loss_sum) or self._run.on_non_finite == "skip":
+            return
+        mine = self._sampler.microbatches(step)
+        bad = self._mesh.gather_objects([mine[i] for i in step_loss.bad_microbatches])
+        where = "; ".join(f"rank {rank}, samples {samples}" for rank, samples in enumerate(bad) if samples)
+        self._stop(f"the loss of step {step + 1} is not finite ({where})", step)
+
+    def after_step(self, step: int, skipped: bool) -> None:
+        """Takes note of what the engine did with the gradient of `step` (from 0).
+
+        Raises:
+            NonFiniteError: It was dropped and the policy is to stop, or one too many was dropped in a row.
+        """
+        self._in_a_row = self._in_a_row + 1 if skipped else 0
+        if not skipped:
+            return
+        if not self._skips:
+            samples = self._sampler.global_batch(step)
+            self._stop(f"the gradient of step {step + 1} is not finite, its loss is (samples {samples})", step)
+        if self._in_a_row > self._run.max_skipped_steps:
+            self._stop(f"{self._in_a_row} steps in a row, up to step {step + 1}, were not finite", step)
+
+    def _stop(self, found: str, step: int) -> NoReturn:
+        error = NonFiniteError(
+            f"{found}; the weights are those after step {step}",
+            "a NaN or infinite gradient would destroy every weight",
+            "look at these samples, lower optimizer.lr or set optimizer.max_grad_norm; "
+            "run.on_non_finite = skip drops such steps, up to run.max_skipped_steps in a row",
+        )
+        error.agreed = True  # Loss and norm are reduced over all ranks: each one raises.
+        raise error
