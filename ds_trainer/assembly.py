@@ -205,7 +205,7 @@ def _splits(resolved: ResolvedConfig, given: Ingredients, tokenizer: Any, spec: 
     if spec is not None:
         rows, positions = spec.vocab_size, spec.max_positions
     else:
-        rows = model.get_input_embeddings().weight.shape[0] if isinstance(model, PreTrainedModel) else None
+        rows = model.get_input_embeddings().weight.shape[0] if hasattr(model, "get_input_embeddings") else None
         positions = getattr(getattr(model, "config", None), "max_position_embeddings", None)
     if resolved.config.model.resize_embeddings:
         rows = None

@@ -6,16 +6,18 @@ losses arrive already divided by the step's label tokens, so DeepSpeed's own div
 
 from __future__ import annotations
 
+import io
 import uuid
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from typing import Any
 
 import deepspeed
 import deepspeed.comm
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
 from torch import nn
 
 from ds_trainer.config.native_keys import ReadRecorder
@@ -101,9 +103,10 @@ class DeepSpeedEngine:
         """
         trainable = [(n, p) for n, p in self._model.named_parameters() if p.requires_grad]
         recorder = ReadRecorder(self.native)
-        self.module, *_ = deepspeed.initialize(
-            model=self._model, optimizer=make_optimizer(trainable), config=recorder, dist_init_required=False
-        )
+        with redirect_stdout(io.StringIO()):  # Some of its optimizers print the machine's memory as they are built.
+            self.module, *_ = deepspeed.initialize(
+                model=self._model, optimizer=make_optimizer(trainable), config=recorder, dist_init_required=False
+            )
         if recorder.unread():
             raise EngineError(
                 f"DeepSpeed {deepspeed.__version__} never read {', '.join(recorder.unread())}",
@@ -190,6 +193,10 @@ class DeepSpeedEngine:
 
     def state(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
         """Owned fragments of masters and optimizer states, read through DeepSpeed's swapper where they are on NVMe."""
+        if self.stage in (1, 2):
+            # DeepSpeed looks states up once, after its first group's first step, when its other groups have none yet.
+            self.module.optimizer._hp_optimizer_states_linked = False
+            self.module.optimizer._lazy_init_hp_params_optimizer_state()
         owned = owned_slices(self._model, self._shapes, self.stage)
         return {
             name: read_state(self.module, parameter, owned[name].numel)
@@ -245,6 +252,8 @@ class DeepSpeedEngine:
         """Removes DeepSpeed's hooks and this rank's swap files."""
         if isinstance(getattr(self, "module", None), deepspeed.DeepSpeedEngine):
             self.module.destroy()
+            # At stage 3 DeepSpeed 0.19 never takes the model off this list, which would keep all its tensors for good.
+            FWD_MODULE_STACK[:] = [module for module in FWD_MODULE_STACK if module is not self._model]
         for swap in self._swaps:
             swap.close()
 

@@ -61,6 +61,7 @@ def read_state(engine: deepspeed.DeepSpeedEngine, parameter: Any, numel: int) ->
     return {"master": parameter.detach()} | {k: v for k, v in states.get(parameter, {}).items() if k in keys}
 
 
+@torch.no_grad()
 def load_wide_masters(
     engine: deepspeed.DeepSpeedEngine, named: list[tuple[str, Any]], stage: int, weights: WeightSource
 ) -> None:
@@ -84,4 +85,4 @@ def load_wide_masters(
             padding = parameter.ds_tensor.ds_numel - value.numel()
             engine.optimizer.set_local_hp_param(nn.functional.pad(value, (0, padding)), parameter)
         else:
-            parameter._hp_mapping.get_hp_fragment().copy_(value)
+            parameter._hp_mapping.get_hp_fragment().data.copy_(value)

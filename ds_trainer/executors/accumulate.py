@@ -54,7 +54,8 @@ def run_accumulate(microbatches: Iterable[Batch], engine: Engine, loss: LossFunc
             outputs = engine.forward(**loss.inputs(batch))
             loss_sum = loss.loss_sum(outputs, batch, total)
             del outputs
-            engine.backward(loss_sum / total)
+            # A loss that is not finite makes every gradient NaN, whatever its graph: no engine then updates.
+            engine.backward(loss_sum / total * torch.where(loss_sum.detach().isfinite(), 1.0, torch.nan))
         sums.append(loss_sum.detach())
         local_sum += sums[-1].double()
     bad = tuple(i for i, value in enumerate(sums) if not torch.isfinite(value))

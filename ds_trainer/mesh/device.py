@@ -23,11 +23,13 @@ def probe_machine(world: int, device: Literal["cpu", "cuda"] | None = None) -> M
     """
     if device == "cuda" and not torch.cuda.is_available():
         build = "is built without CUDA" if torch.version.cuda is None else f"is built for CUDA {torch.version.cuda}"
-        raise MachineError(
+        error = MachineError(
             f"run.device is cuda, and torch sees no GPU (torch {torch.__version__} {build})",
             "cuda needs a GPU, its driver, and a torch that is built for CUDA",
             "set run.device to cpu or leave it out, or mend the driver (nvidia-smi shows whether it works)",
         )
+        error.agreed = True  # Every rank of the node sees the same.
+        raise error
     if device == "cpu" or not torch.cuda.is_available():
         return probe_machine_pure(world, "cpu")
     major, minor = torch.cuda.get_device_capability()

@@ -15,6 +15,8 @@ from ds_trainer.errors import MachineError
 from ds_trainer.mesh.grid import Grid
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+JOIN_TIMEOUT = timedelta(minutes=5)
+"""Ranks that start together load torch within minutes of one another, even from a cold network drive."""
 
 
 @dataclass(frozen=True)
@@ -143,17 +145,21 @@ def _join(grid: Grid, device: torch.device) -> None:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         return
     try:
+        store, _, _ = next(dist.rendezvous("env://", grid.rank, grid.world, timeout=JOIN_TIMEOUT))
+        store.set_timeout(COLLECTIVE_TIMEOUT)
         dist.init_process_group(
             backend,
+            store=store,
             rank=grid.rank,
             world_size=grid.world,
             timeout=COLLECTIVE_TIMEOUT,
             device_id=device if device.type == "cuda" else None,
         )
-    except dist.DistNetworkError as error:
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
         port = os.environ.get("MASTER_PORT")
         raise MachineError(
             f"rank {grid.rank} cannot join the process group at {os.environ.get('MASTER_ADDR')}:{port} ({error})",
-            "rank 0 listens at MASTER_ADDR:MASTER_PORT, and every rank must reach it",
-            f"if port {port} is busy choose another (deepspeed --master_port N, torchrun --master_port N)",
+            f"rank 0 listens at MASTER_ADDR:MASTER_PORT, and all {grid.world} ranks must reach it",
+            f"if port {port} is busy choose another (deepspeed --master_port N, torchrun --master_port N); "
+            "if ranks are missing start all of them with one launcher",
         ) from error

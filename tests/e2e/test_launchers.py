@@ -1,4 +1,4 @@
-"""The commands that people type, on a tiny checkpoint: each trains the same, and says plainly what stands in its way."""
+"""The commands that people type, on a tiny checkpoint: all train the same, or say plainly what stands in the way."""
 
 import socket
 
@@ -112,14 +112,14 @@ def test_a_busy_port_is_named_with_the_option_that_chooses_another(run):
         other.bind(("127.0.0.1", 0))
         other.listen()
         port = other.getsockname()[1]
-        launched = deepspeed(TRAIN, "--config", run / "run.json", port=port, timeout_s=60.0)
+        launched = deepspeed(TRAIN, "--config", run / "run.json", port=port)
     refused(launched, f"rank 0 cannot join the process group at 127.0.0.1:{port}", "--master_port")
 
 
 @pytest.mark.slow
 @pytest.mark.case("F11")
 def test_half_of_a_launchers_variables_is_refused_with_the_missing_ones(run):
-    launched = python(TRAIN, "--config", run / "run.json", WORLD_SIZE="2", timeout_s=60.0)
+    launched = python(TRAIN, "--config", run / "run.json", WORLD_SIZE="2")
     refused(launched, "sets WORLD_SIZE=2 but not RANK, LOCAL_RANK, MASTER_ADDR, MASTER_PORT", "deepspeed, torchrun")
 
 
@@ -133,7 +133,7 @@ FAULTS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("arguments,found,change", FAULTS.values(), ids=FAULTS)
 def test_under_a_launcher_a_fault_ends_all_ranks_with_one_voice(run, arguments, found, change):
-    refused(deepspeed(TRAIN, "--config", run / "run.json", *arguments, timeout_s=60.0), found, change)
+    refused(deepspeed(TRAIN, "--config", run / "run.json", *arguments), found, change)
 
 
 def refused(launched, found, change):

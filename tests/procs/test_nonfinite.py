@@ -58,7 +58,7 @@ def test_a_loss_that_is_not_finite_stops_every_rank_and_names_step_rank_and_samp
     assert texts[0] == texts[1]
     # Step 2 begins at sample 8, and rank 1 takes the second pair of it.
     assert "the loss of step 2 is not finite (rank 1, samples [[10, 11]])" in texts[0]
-    assert "the weights are those of step 1" in texts[0]
+    assert "the weights are those after step 1" in texts[0]
 
 
 def stop_on_loss(engine, out, sections):

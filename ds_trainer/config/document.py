@@ -1,0 +1,88 @@
+"""The reference of every config key as Markdown: `python -m ds_trainer.config.document > docs/configuration.md`. Pure.
+
+All of it comes from the schema and from the table of what an engine does with a key, so it cannot say anything else.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ds_trainer.config.coverage import Coverage, coverage, covered_engines
+from ds_trainer.config.keys import default, leaf_fields
+from ds_trainer.config.schema import RunConfig
+
+_HEAD = """# Configuration
+
+A run is one JSON object of sections. An unknown key is an error. A key that is left out has the default below;
+`null` as a default means that the value is derived, and `ds-trainer config show` prints what it became and why.
+`--set section.key=value` overrides a key on the command line.
+
+Below a table stands what becomes of its keys on each engine: **mapped** keys are handed to the engine; **implied** keys
+are acted on by ds_trainer itself, alike on every engine; **refused** keys are an error when they ask for something;
+**no effect** keys run, with a warning. Where nothing stands, every key is implied on every engine.
+
+This page is printed by `python -m ds_trainer.config.document`.
+"""
+
+
+def document() -> str:
+    """The whole page."""
+    by_section: dict[str, list[str]] = {}
+    for key in leaf_fields():
+        by_section.setdefault(key.rpartition(".")[0], []).append(key)
+    return "\n".join([_HEAD, *(_section(name, keys) for name, keys in by_section.items())])
+
+
+def _section(name: str, keys: list[str]) -> str:
+    schema = _schema_of(name)
+    lines = [f"## {name or 'Top level'}", ""]
+    lines += [schema["description"].partition("\n")[0], ""] if name else []
+    lines += ["| key | value | default | meaning |", "| --- | --- | --- | --- |"]
+    for key in keys:
+        field = schema["properties"][key.rpartition(".")[2]]
+        cells = (f"`{key}`", _values(field), f"`{json.dumps(default(key))}`", field["description"])
+        lines.append(f"| {' | '.join(cells)} |")
+    if any(coverage(key, engine).status != "implied" for key in keys for engine in covered_engines()):
+        lines += ["", *(f"- {engine}: {_engine(keys, engine)}" for engine in covered_engines())]
+    return "\n".join([*lines, ""])
+
+
+def _schema_of(section: str) -> Mapping[str, Any]:
+    """The JSON Schema of a dotted section."""
+    whole = RunConfig.model_json_schema(by_alias=True)
+    node: Mapping[str, Any] = whole
+    for part in filter(None, section.split(".")):
+        node = whole["$defs"][node["properties"][part]["$ref"].rpartition("/")[2]]
+    return node
+
+
+def _values(field: Mapping[str, Any]) -> str:
+    """What a field admits, in words; null goes without saying where it is the default."""
+    if "anyOf" in field:
+        return " or ".join(_values(part) for part in field["anyOf"] if part.get("type") != "null")
+    if "enum" in field:
+        return ", ".join(f"`{json.dumps(item)}`" for item in field["enum"])
+    if field["type"] == "array":
+        items = field.get("prefixItems")
+        return f"[{', '.join(_values(item) for item in items)}]" if items else f"list of {_values(field['items'])}s"
+    return f"{field['type']} {' and '.join(_bounds(field))}".rstrip()
+
+
+def _bounds(field: Mapping[str, Any]) -> Iterator[str]:
+    signs = {"exclusiveMinimum": ">", "minimum": "≥", "exclusiveMaximum": "<", "maximum": "≤"}
+    return (f"{sign} {field[name]:g}" for name, sign in signs.items() if name in field)
+
+
+def _engine(keys: list[str], engine: str) -> str:
+    """What an engine does with the keys of a section, keys of one fate together."""
+    fates: dict[Coverage, list[str]] = {}
+    for key in keys:
+        fates.setdefault(coverage(key, engine), []).append(f"`{key.rpartition('.')[2]}`")
+    said = {f"{fate.status.replace('_', ' ')} ({fate.note})": ", ".join(names) for fate, names in fates.items()}
+    return next(iter(said)) if len(said) == 1 else "; ".join(f"{names} {fate}" for fate, names in said.items())
+
+
+if __name__ == "__main__":
+    print(document(), end="")
