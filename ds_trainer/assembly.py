@@ -43,7 +43,7 @@ from ds_trainer.models.resize import fit_embeddings
 from ds_trainer.models.source import ModuleWeights, WeightSource
 from ds_trainer.models.spec import ModelSpec, read_spec
 from ds_trainer.models.weights import CheckpointWeights
-from ds_trainer.optim import make_optimizer
+from ds_trainer.optim import LOOK_AT_WHOLE_TENSORS, make_optimizer
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,13 @@ class Ingredients:
                 f"Trainer(optimizers=...) with zero.offload_optimizer.device = {offload}",
                 "offloaded state is updated by DeepSpeed's own CPU optimizer",
                 "set zero.offload_optimizer.device to none, or use the optimizer section of the config",
+            )
+        name, cut = type(self.optimizer).__name__, config.parallel.engine == "deepspeed" and config.zero.stage > 0
+        if name in LOOK_AT_WHOLE_TENSORS and cut:
+            raise ConfigError(
+                f"Trainer(optimizers=...) holds {name}, with zero.stage = {config.zero.stage}",
+                f"{name} looks at whole tensors, and ZeRO cuts them",
+                "set zero.stage to 0 or parallel.engine to ddp, or pass another optimizer",
             )
         if self.scheduler is not None and self.optimizer is None:
             raise ConfigError(

@@ -14,6 +14,7 @@ from ds_trainer.data.loader import BatchLoader
 from ds_trainer.engines.base import Engine
 from ds_trainer.executors.accumulate import to_device
 from ds_trainer.loss import IGNORE_INDEX, LossFunction
+from ds_trainer.mesh.agree import agreed
 from ds_trainer.mesh.mesh import Mesh
 
 
@@ -43,7 +44,11 @@ def run_evaluation(
 
     Every rank runs the same number of forward passes, fillers included, since ZeRO-3 gathers parameters in each.
 
-    Comm: one all-reduce of two numbers over the data ranks; with predictions, one gather of them per global batch.
+    Comm: over the data ranks, an agreement per global batch that all have their samples, and one all-reduce of two
+        numbers; with predictions, one gather of them at the end.
+
+    Raises:
+        UserError: A rank's samples are wrong; on every rank, in its words.
     """
     began = time.monotonic()
     local_sum, local_tokens = 0.0, 0
@@ -51,7 +56,9 @@ def run_evaluation(
     engine.module.eval()
     with torch.no_grad():
         for step in range(loader.sampler.steps_per_epoch):
-            for indices, batch in zip(loader.sampler.microbatches(step), loader.step(step), strict=True):
+            with agreed(mesh):
+                batches = list(loader.step(step))
+            for indices, batch in zip(loader.sampler.microbatches(step), batches, strict=True):
                 batch = to_device(batch, mesh.device)
                 outputs = engine.forward(**loss.inputs(batch))
                 count = loss.num_tokens(batch)
@@ -80,8 +87,9 @@ def _gathered(rows: list, mesh: Mesh) -> tuple[np.ndarray, np.ndarray]:
 def _padded(arrays: list[np.ndarray]) -> np.ndarray:
     shape = np.max([a.shape for a in arrays], axis=0)
     out = np.full((len(arrays), *shape), IGNORE_INDEX, dtype=arrays[0].dtype)
-    for row, array in zip(out, arrays, strict=True):
-        row[tuple(slice(n) for n in array.shape)] = array
+    for i, array in enumerate(arrays):
+        # `...` makes an array even of one number, the label of a whole sample.
+        out[i, ...][tuple(slice(n) for n in array.shape)] = array
     return out
 
 

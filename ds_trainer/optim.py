@@ -45,6 +45,10 @@ def make_optimizer(
     return given
 
 
+LOOK_AT_WHOLE_TENSORS = {"Adafactor", "LAMB", "LARS", "LBFGS", "Lamb", "Muon", "SOAP", "Shampoo"}
+"""Classes whose update of one element depends on others of its tensor: wrong wherever a tensor is cut or flattened."""
+
+
 def parameter_groups(
     named: list[tuple[str, nn.Parameter]], shapes: Mapping[str, torch.Size], config: OptimizerConfig
 ) -> list[dict]:

@@ -127,12 +127,21 @@ class Trainer:
                 self._evaluate_if(every is not None and self.state.global_step % every == 0)
             self._evaluate_if(self.config.evaluation.at_end)
             self._call("on_train_end")
+            self._report_idle_steps()
         finally:
             for callback in self.callbacks:
                 callback.close()
         if self.config.checkpoint.export:
             self.save_model()
         return self.state
+
+    def _report_idle_steps(self) -> None:
+        for count, what in (
+            (self.state.empty_steps, "had no label token"),
+            (self.state.skipped_steps, "were dropped because they were not finite"),
+        ):
+            if count:
+                get_logger().warning("warning: %d of %d steps %s", count, self.state.global_step, what)
 
     def train_step(self) -> StepLoss:
         """One optimizer step: micro-batches, reduction, clipping, update, the next learning rate, logging."""

@@ -36,7 +36,9 @@ LEVELS = {
     "assembly": 4,
     "callbacks": 4,
     "evaluation": 4,
+    "non_finite": 4,
     "progress": 4,
+    "state": 4,
     "trainer": 4,
     "cli": 5,
 }

@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="ds-trainer", description="Fine-tune Hugging Face checkpoints from one JSON.")
     commands = parser.add_subparsers(dest="command", required=True)
-    train = commands.add_parser("train", help="train", allow_abbrev=False)
+    train = commands.add_parser("train", help="fine-tune a model by a run's JSON", allow_abbrev=False)
     train.add_argument("config", help="the run's JSON")
     add_train_arguments(train)
     train.set_defaults(handler="ds_trainer.cli.train")

@@ -98,13 +98,15 @@ def _show(args: argparse.Namespace) -> int:
     value, reason = Column("value", overflow="fold"), Column("where from, or why", overflow="fold")
     table = Table(Column("key", no_wrap=True), value, reason, title=title)
     for key, text, why in rows(resolved):
-        table.add_row(key, text, why)
+        table.add_row(key, text, Path(why).name if why == args.config else why)
     console.print(table)
     for text in resolved.warnings:
         console.print(f"warning: {text}")
     title = f"bytes per parameter that each of {resolved.data_ranks} data ranks keeps, buffers and activations apart"
-    # Narrow numbers leave room for the reason.
-    costs = Table(*(Column(name, max_width=None if name == "why" else 11) for name in COST_COLUMNS), title=title)
+    # Numbers as narrow as they can be leave room for the reason on a terminal of 80 columns.
+    *numbers, why = COST_COLUMNS
+    narrow = (Column(name.replace(" ", "\n"), no_wrap=True) for name in numbers)
+    costs = Table(*narrow, Column(why), title=title, padding=0)
     for row in cost_rows(resolved):
         costs.add_row(*row)
     console.print(costs)

@@ -197,6 +197,15 @@ def _fp16_device(config: RunConfig, asked: Asked, machine: Machine) -> Iterator[
         )
 
 
+def _bf16_hook_device(config: RunConfig, asked: Asked, machine: Machine) -> Iterator[ConfigError]:
+    if config.parallel.engine == "ddp" and config.ddp.comm_hook == "bf16" and machine.device == "cpu":
+        yield ConfigError(
+            f"{asked.says('ddp.comm_hook')} on cpu",
+            "torch's bf16 hook reduces through NCCL, which a CPU does not have",
+            "set ddp.comm_hook to fp16 or remove it",
+        )
+
+
 _RULES: tuple[Callable[[RunConfig, Asked], Iterator[ConfigError]], ...] = (
     _engine_name,
     _refused_by_engine,
@@ -211,5 +220,6 @@ _RULES: tuple[Callable[[RunConfig, Asked], Iterator[ConfigError]], ...] = (
 )
 _MACHINE_RULES: tuple[Callable[[RunConfig, Asked, Machine], Iterator[ConfigError]], ...] = (
     _fp16_device,
+    _bf16_hook_device,
     _zero_plus_plus,
 )

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from itertools import groupby, islice
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 import pyarrow as pa
@@ -114,12 +115,14 @@ def preview(dataset: TokenizedDataset, tokenizer: Any, n: int) -> str:
     for i in range(min(n, len(dataset))):
         sample = dataset[i]
         lines.append(f"sample {i}, learned between ⟦ ⟧:")
+        text = ""
         for learned, run in groupby(
             zip(sample["input_ids"], sample["labels"], strict=True), key=lambda pair: pair[1] != IGNORE
         ):
             tokens = [token for token, _ in run]
-            text = _shorten(tokenizer.decode(tokens) if tokenizer else str(tokens))
-            lines.append(f"  ⟦{text}⟧" if learned else f"  {text}")
+            part = _shorten(tokenizer.decode(tokens) if tokenizer else str(tokens))
+            text += f"⟦{part}⟧" if learned else part
+        lines.append(indent(text.rstrip("\n"), "  "))
     lines.append(f"eos supervised in {dataset.stats.eos_supervised} of {len(dataset)} samples")
     return "\n".join(lines)
 

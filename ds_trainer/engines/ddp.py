@@ -86,7 +86,10 @@ class DDPEngine:
                 self.module.register_comm_hook(self.mesh.dp_group, default_hooks.fp16_compress_hook)
             case "powersgd":
                 state = powerSGD_hook.PowerSGDState(
-                    self.mesh.dp_group, matrix_approximation_rank=self.config.ddp.powersgd_rank
+                    self.mesh.dp_group,
+                    matrix_approximation_rank=self.config.ddp.powersgd_rank,
+                    # As early as torch can: its default, the 1000th reduction, would outlast many a fine-tuning.
+                    start_powerSGD_iter=2,
                 )
                 self.module.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
 

@@ -17,7 +17,6 @@ import deepspeed
 import deepspeed.comm
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
 from torch import nn
 
 from ds_trainer.config.native_keys import ReadRecorder
@@ -252,8 +251,6 @@ class DeepSpeedEngine:
         """Removes DeepSpeed's hooks and this rank's swap files."""
         if isinstance(getattr(self, "module", None), deepspeed.DeepSpeedEngine):
             self.module.destroy()
-            # At stage 3 DeepSpeed 0.19 never takes the model off this list, which would keep all its tensors for good.
-            FWD_MODULE_STACK[:] = [module for module in FWD_MODULE_STACK if module is not self._model]
         for swap in self._swaps:
             swap.close()
 

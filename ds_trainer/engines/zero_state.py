@@ -61,7 +61,6 @@ def read_state(engine: deepspeed.DeepSpeedEngine, parameter: Any, numel: int) ->
     return {"master": parameter.detach()} | {k: v for k, v in states.get(parameter, {}).items() if k in keys}
 
 
-@torch.no_grad()
 def load_wide_masters(
     engine: deepspeed.DeepSpeedEngine, named: list[tuple[str, Any]], stage: int, weights: WeightSource
 ) -> None:

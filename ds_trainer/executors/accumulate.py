@@ -9,6 +9,7 @@ import torch
 
 from ds_trainer.engines.base import Engine
 from ds_trainer.loss import Batch, LossFunction
+from ds_trainer.mesh.agree import agreed
 from ds_trainer.mesh.mesh import Mesh
 
 
@@ -39,17 +40,22 @@ def run_accumulate(microbatches: Iterable[Batch], engine: Engine, loss: LossFunc
 
     Every rank passes the same number of micro-batches. A step without any label token runs nothing.
 
-    Comm: one all-reduce of two numbers before the first forward, one of the loss after the last backward, both over the
-        data ranks; and the gradients, as the engine reduces them.
+    Comm: over the data ranks, an agreement that all have their batches, one all-reduce of two numbers before the first
+        forward and one of the loss after the last backward; and the gradients, as the engine reduces them.
+
+    Raises:
+        UserError: A rank's samples are wrong; on every rank, in its words.
     """
-    batches = [to_device(batch, mesh.device) for batch in microbatches]
-    counts = [loss.num_tokens(batch) for batch in batches]
+    with agreed(mesh):
+        batches = list(microbatches)
+    counts = [loss.num_tokens(batch) for batch in batches]  # On the host: a GPU would have to be waited for.
     total, seen = (int(n) for n in mesh.sum(sum(counts), sum(seen_tokens(b) for b in batches)))
     if total == 0:
         return StepLoss(0.0, 0, seen, ())
     local_sum = torch.zeros((), dtype=torch.float64, device=mesh.device)
     sums = []
     for index, batch in enumerate(batches):
+        batch = to_device(batch, mesh.device)
         with engine.microbatch(is_last=index == len(batches) - 1):
             outputs = engine.forward(**loss.inputs(batch))
             loss_sum = loss.loss_sum(outputs, batch, total)

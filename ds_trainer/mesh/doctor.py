@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from importlib.metadata import requires, version
 
 from packaging.requirements import Requirement
+from torch.utils.cpp_extension import CUDA_HOME
 
 from ds_trainer.mesh.build_lock import stale_locks
 from ds_trainer.mesh.device import probe_machine
@@ -72,7 +73,7 @@ def _tools() -> Iterator[Finding]:
         ("ninja", has_ninja(), shutil.which("ninja"), "pip install ninja"),
         ("Python.h", has_python_headers(), "present", "apt install python3-dev"),
         ("libaio", has_libaio(), "present", "only nvme needs it: apt install libaio-dev"),
-        ("CUDA toolkit", has_cuda_toolkit(), "present, or no GPU", "only nvme needs it: set CUDA_HOME"),
+        ("CUDA toolkit", has_cuda_toolkit(), CUDA_HOME or "none, and no GPU", "only nvme needs it: set CUDA_HOME"),
     ]
     for name, present, found, remedy in tools:
         value, note = (found or "", "") if present else ("missing", f"for offload, {remedy}")

@@ -11,12 +11,12 @@ from ds_trainer.planner.memory import DTYPE_BYTES, MemoryRow, Part, bytes_per_pa
 
 
 def row_of(resolved: ResolvedConfig) -> MemoryRow:
-    """The row of the table for a run; DDP keeps what stage 0 keeps."""
+    """The row of the table for a run."""
     config = resolved.config
     zero, precision = config.zero, config.precision
     dtype = precision.dtype or "fp32"
     is_zero = config.parallel.engine == "deepspeed"
-    return bytes_per_parameter(
+    row = bytes_per_parameter(
         zero.stage if is_zero else 0,
         dtype,
         precision.grad_dtype or dtype,
@@ -27,6 +27,13 @@ def row_of(resolved: ResolvedConfig) -> MemoryRow:
         accumulation=config.batch.accumulation or 1,
         momentum=config.optimizer.momentum > 0,
     )
+    return _with_gradients_in_buckets(row) if config.parallel.engine == "ddp" and config.ddp.gradient_as_bucket_view else row
+
+
+def _with_gradients_in_buckets(row: MemoryRow) -> MemoryRow:
+    """DDP keeps what stage 0 keeps, but its gradients are views of buckets, and those last."""
+    parts = tuple(replace(part, lasting=True) for part in row.parts)
+    return replace(row, parts=parts, why=row.why.replace("gradients are freed by the step", ""))
 
 
 def rows_by_stage(resolved: ResolvedConfig) -> dict[tuple[int, str], MemoryRow]:

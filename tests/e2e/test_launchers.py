@@ -1,6 +1,7 @@
 """The commands that people type, on a tiny checkpoint: all train the same, or say plainly what stands in the way."""
 
 import socket
+import sys
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from tests.helpers.launch import (
     TRAIN,
     chats,
     deepspeed,
+    free_port,
     launch,
     python,
     run_folder,
@@ -78,15 +80,20 @@ def check_exported(run):
 
 @pytest.mark.slow
 @pytest.mark.case("F11")
-@pytest.mark.parametrize("command", ["script", "command"])
-def test_one_process_takes_the_same_first_step(run, first_loss, tmp_path, command):
-    arguments = (run / "run.json", *SET, "--set", f"run.output_dir={tmp_path}")
-    if command == "script":
-        launched = python(TRAIN, "--config", *arguments)
-    else:
-        launched = launch("ds-trainer", "train", *arguments)
+@pytest.mark.parametrize(
+    ("command", "ranks"),
+    [
+        ((sys.executable, TRAIN, "--config"), 1),
+        (("ds-trainer", "train"), 1),
+        (("torchrun", "--nproc_per_node", "2", "--master_port", "{port}", TRAIN, "--config"), 2),
+    ],
+    ids=["python", "ds-trainer", "torchrun"],
+)
+def test_any_other_way_to_start_takes_the_same_first_step(run, first_loss, tmp_path, command, ranks):
+    command = [part.format(port=free_port()) for part in command]
+    launched = launch(*command, run / "run.json", *SET, "--set", f"run.output_dir={tmp_path}")
     assert launched.code == 0, launched.text
-    assert "1 data rank(s)" in launched.text
+    assert f"{ranks} data rank(s)" in launched.text
     assert losses(tmp_path) == pytest.approx([first_loss], rel=1e-6)
 
 

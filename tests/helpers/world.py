@@ -22,12 +22,14 @@ PRELOAD = [
     # DeepSpeed imports these at its first set-up, which takes seconds.
     "torch._inductor.compile_fx",
     "deepspeed.runtime.zero.muon.muon_optimizer",
+    "deepspeed.runtime.superoffload.superoffload_stage3",
     "transformers.models.llama.modeling_llama",
     "datasets",
-    "deepspeed.runtime.superoffload.superoffload_stage3",
     "ds_trainer.engines.ddp",
     "ds_trainer.engines.deepspeed",
     "ds_trainer.trainer",
+    "pytest",
+    "tests.helpers.parity",
 ]
 
 

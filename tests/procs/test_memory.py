@@ -15,7 +15,9 @@ from ds_trainer.planner.needs import row_of
 from tests.helpers.runs import make_trainer
 from tests.helpers.tiny import samples, tiny_llama
 
-SHAPE = {"hidden": 256, "layers": 2, "vocab": 2051, "intermediate": 1024}
+# Many small matrices: stages 1 and 2 keep the whole gradient of a matrix that lies across two ranks' shards, and with
+# offload two staging buffers of the largest one's size, which the table leaves out.
+SHAPE = {"hidden": 256, "layers": 8, "vocab": 515, "intermediate": 512}
 # The table leaves buffers out: here they are as small as DeepSpeed takes them.
 SHARDED = {"reduce_bucket_size": 1000, "allgather_bucket_size": 1000}
 PARTITIONED = {
@@ -27,6 +29,7 @@ PARTITIONED = {
 HOST = {"device": "cpu"}
 LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "ddp": ("ddp", {}),
+    "ddp-copies": ("ddp", {"gradient_as_bucket_view": False}),
     "zero0": ("zero0", {}),
     "zero1": ("zero1", SHARDED),
     "zero2": ("zero2", SHARDED),
@@ -36,22 +39,25 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "zero3-cpu": ("zero3", PARTITIONED | {"offload_optimizer": HOST}),
     "zero3-cpu-params": ("zero3", PARTITIONED | {"offload_optimizer": HOST, "offload_param": HOST}),
 }
-ON_FP32_PARAMETERS = ("ddp", "zero0")
+ON_FP32_PARAMETERS = ("ddp", "ddp-copies", "zero0")
 """Layouts that run bf16 under autocast, and so have no bf16 gradients to keep."""
 
 
 class Reading(Callback):
-    """Bytes per parameter of all live tensors in the last step, when optimizer states exist."""
+    """Bytes of the tensors made since, in the last step, when optimizer states exist."""
 
-    after_backward = after_step = 0.0
+    def __init__(self) -> None:
+        # DeepSpeed 0.19 never lets go of a closed stage-3 engine: a cached method holds it.
+        self.before = live_bytes()
+        self.after_backward = self.after_step = 0
 
     def on_pre_optimizer_step(self, trainer: Any) -> None:
         """All gradients are there."""
-        self.after_backward = live_bytes() / num_parameters(trainer)
+        self.after_backward = live_bytes() - self.before
 
     def on_step_end(self, trainer: Any) -> None:
         """Gradients are freed, or kept in lasting buffers."""
-        self.after_step = live_bytes() / num_parameters(trainer)
+        self.after_step = live_bytes() - self.before
 
 
 def live_bytes() -> int:
@@ -62,16 +68,12 @@ def live_bytes() -> int:
     return storage_bytes([*found, *(t.grad for t in found if t.is_leaf and t.grad is not None)])
 
 
-def num_parameters(trainer: Any) -> int:
-    return sum(getattr(p, "ds_numel", p.numel()) for p in trainer.run.model.parameters())
-
-
-def measure(out: Path, precision: dict, layouts: list[str], accumulation: int) -> dict[str, tuple[float, ...]]:
-    """Measured and expected bytes per parameter of each layout, one after the other in this process."""
-    found = {}
+def measure(out: Path, precision: dict, layouts: list[str], accumulation: int) -> tuple[dict, dict]:
+    """Measured and expected bytes per parameter on this rank after the backward pass and after the step, by layout."""
+    measured, expected = {}, {}
     for layout in layouts:
-        engine, zero = LAYOUTS[layout]
-        before, reading = live_bytes(), Reading()
+        engine, section = LAYOUTS[layout]
+        reading = Reading()
         trainer = make_trainer(
             engine,
             out,
@@ -82,26 +84,26 @@ def measure(out: Path, precision: dict, layouts: list[str], accumulation: int) -
             optimizer={"name": "adamw", "lr": 1e-4},
             precision=precision,
             run={"max_steps": 2},
-            **({"zero": zero} if zero else {}),
+            **{"ddp" if engine == "ddp" else "zero": section},
         )
         trainer.train()
+        n = sum(getattr(p, "ds_numel", p.numel()) for p in trainer.run.model.parameters())
         row = row_of(trainer.run.resolved)
-        found[layout] = (reading.after_backward, row.after_backward, reading.after_step, row.after_step)
-        left = num_parameters(trainer)
+        measured[layout] = (reading.after_backward / n, reading.after_step / n)
+        expected[layout] = (row.after_backward, row.after_step)
         trainer.close()
-        del trainer, reading
-        print(layout, found[layout], "left", (live_bytes() - before) / left, flush=True)
-    return found
+        del trainer
+    return measured, expected
 
 
 @pytest.mark.parametrize(
     ("dtype", "grad_dtype", "accumulation"),
-    [("fp32", "fp32", 1), ("fp32", "fp32", 2), ("bf16", "fp32", 1), ("bf16", "bf16", 1)],
+    [("fp32", "fp32", 1), ("fp32", "fp32", 2), ("bf16", "fp32", 1),("bf16", "fp32", 2), ("bf16", "bf16", 1)],
 )
 def test_live_tensors_equal_the_table_within_three_percent(world, tmp_path, dtype, grad_dtype, accumulation):
     layouts = [name for name in LAYOUTS if grad_dtype == "fp32" or name not in ON_FP32_PARAMETERS]
     precision = {"dtype": dtype, "grad_dtype": grad_dtype}
-    for cells in world(measure, 2, tmp_path, precision, layouts, accumulation):
-        for layout, (backward, expected_backward, step, expected_step) in cells.items():
-            assert backward == pytest.approx(expected_backward, rel=0.03), f"{layout} after the backward pass"
-            assert step == pytest.approx(expected_step, rel=0.03), f"{layout} after the step"
+    for measured, expected in world(measure, 2, tmp_path, precision, layouts, accumulation):
+        for layout in layouts: print(dtype, grad_dtype, accumulation, layout, measured[layout], expected[layout])
+        wrong = {name: (measured[name], expected[name]) for name in layouts if measured[name] != pytest.approx(expected[name], rel=0.03)}
+        assert not wrong

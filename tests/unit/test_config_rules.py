@@ -103,6 +103,7 @@ def test_a_combination_that_cannot_run_as_asked_is_refused(raw, change):
     "raw, machine, key",
     [
         ({"precision": {"dtype": "fp16"}}, CPU, "precision.dtype"),
+        ({"parallel": {"engine": "ddp"}, "ddp": {"comm_hook": "bf16"}}, CPU, "ddp.comm_hook"),
         ({"zero": {"stage": 3, "zero_quantized_weights": True}}, CPU, "zero.zero_quantized_weights"),
         ({"zero": {"stage": 3, "zero_hpz_partition_size": 3}}, GPU, "zero.zero_hpz_partition_size"),
     ],

@@ -211,8 +211,8 @@ def test_the_preview_marks_what_is_learned(run):
     chat = {"messages": [{"role": "user", "content": "yes"}, {"role": "assistant", "content": "yes"}]}
     tokenizer = make_tokenizer()
     text = preview(run([SHORT, chat, SHORT], tokenizer), tokenizer, 2)
-    assert "  <s>no\n  ⟦ yes</s>⟧\n" in text
-    assert "assistant\n\n  ⟦yes<|end|>⟧\n" in text
+    assert "\n  <s>no⟦ yes</s>⟧\n" in text
+    assert "\n  <|start|>assistant\n  ⟦yes<|end|>⟧\n" in text
     assert text.count("sample ") == 2
 
 

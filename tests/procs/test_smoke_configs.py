@@ -1,0 +1,47 @@
+"""Every smoke config of ds_configs trains its two steps on two ranks and exports."""
+
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from ds_trainer.config.io import load_config
+from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.launch import chats, write_jsonl
+
+SMOKE = Path(__file__).parents[2] / "ds_configs" / "smoke"
+CLASSES = {"deepspeed": "DeepSpeedEngine", "ddp": "DistributedDataParallel"}
+
+
+def train(name: str, overrides: list[str]) -> tuple[int, str]:
+    from ds_trainer.trainer import Trainer
+
+    trainer = Trainer(config=load_config(SMOKE / name, overrides))
+    state = trainer.train()
+    trainer.close()
+    return state.global_step, trainer.run.facts.engine
+
+
+def check(world, name: str, folder: Path, **overrides: str) -> None:
+    places = {
+        "model.path": make_checkpoint(folder / "checkpoint"),
+        "data.train": write_jsonl(folder / "train.jsonl", chats()),
+        "data.cache_dir": folder / "cache",
+        "run.output_dir": folder / "out",
+    }
+    engine = CLASSES[load_config(SMOKE / name)[0].parallel.engine]
+    arguments = [f"{key}={value}" for key, value in (places | overrides).items()]
+    assert world(train, 2, name, arguments) == [(2, engine)] * 2
+    _, info = AutoModelForCausalLM.from_pretrained(folder / "out" / "model", output_loading_info=True)
+    assert not any(info.values()), info
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in SMOKE.glob("*.json") if "nvme" not in path.name))
+def test_a_smoke_config_trains_on_two_ranks(world, tmp_path, name):
+    check(world, name, tmp_path)
+
+
+@pytest.mark.nvme
+@pytest.mark.parametrize("part", ["optimizer", "param"])
+def test_a_smoke_config_with_nvme_trains_on_two_ranks(world, tmp_path, nvme, part):
+    check(world, f"zero3_nvme_{part}.json", tmp_path, **{f"zero.offload_{part}.nvme_path": str(nvme)})

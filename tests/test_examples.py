@@ -1,0 +1,166 @@
+"""Every example runs on two ranks, by the command line that a user types, and does what it says."""
+
+import importlib.util
+import re
+import runpy
+import sys
+from contextlib import redirect_stderr
+from pathlib import Path
+from tempfile import TemporaryFile
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM, BertForSequenceClassification
+
+from ds_trainer.config.io import load_config
+from ds_trainer.config.resolve import resolve
+from ds_trainer.config.resolved import Machine
+from ds_trainer.metrics import read_metrics
+from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.launch import chats, run_folder, write_json, write_jsonl
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+@pytest.fixture
+def config(tmp_path):
+    """A tiny run on disk with evaluation data."""
+    config = run_folder(tmp_path)
+    config["data"]["eval"] = write_jsonl(tmp_path / "eval.jsonl", chats(3))
+    return write_json(tmp_path / "run.json", config)
+
+
+def run_script(name, arguments):
+    """Runs an example as a launcher does, which adds the local rank, and returns what it says on stderr."""
+    sys.argv = [name, "--local_rank=0", *map(str, arguments)]
+    with TemporaryFile("w+") as said, redirect_stderr(said):
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+        said.seek(0)
+        return said.read()
+
+
+def settings(**keys):
+    """`--set` for keys whose dots are written as two underscores."""
+    return [part for key, item in keys.items() for part in ("--set", f"{key.replace('__', '.')}={item}")]
+
+
+def on_cpu(out):
+    return settings(run__output_dir=out, run__device="cpu", precision__dtype="fp32")
+
+
+def train_losses(out):
+    return [line["loss"] for line in read_metrics(out / "metrics.jsonl") if "loss" in line]
+
+
+def evaluations(out):
+    return [line for line in read_metrics(out / "metrics.jsonl") if "eval_loss" in line]
+
+
+def module(name):
+    """An example as a module, its `main` not called."""
+    spec = importlib.util.spec_from_file_location(Path(name).stem, EXAMPLES / name)
+    loaded = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(loaded)
+    return loaded
+
+
+def test_train_takes_its_steps_and_exports(world, config, tmp_path):
+    world(run_script, 2, "train.py", ["--config", config])
+    assert len(train_losses(tmp_path / "out")) == 3
+    AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "model")
+
+
+def test_sft_chat_learns_the_answers_of_conversations_made_in_python(world, tmp_path):
+    model = make_checkpoint(tmp_path / "checkpoint")
+    short = settings(model__path=model, data__max_length=64, data__cache_dir=tmp_path / "cache", optimizer__lr="1e-2")
+    world(run_script, 2, "sft_chat.py", [*on_cpu(tmp_path), *short])
+    before, after = evaluations(tmp_path)
+    assert after["eval_loss"] < before["eval_loss"] - 1.0
+    assert (before["step"], after["step"]) == (0, 10)
+
+
+def test_custom_loss_trains_on_the_sum_of_both_terms(world, config, tmp_path):
+    world(run_script, 2, "custom_loss.py", ["--config", config])
+    losses = train_losses(tmp_path / "out")
+    world(run_script, 2, "train.py", ["--config", config, *settings(run__output_dir=tmp_path / "plain")])
+    plain = train_losses(tmp_path / "plain")
+    # An untrained model's log_z is about log(320) for every token.
+    assert losses[0] - plain[0] == pytest.approx(1e-4 * torch.tensor(320.0).log().item() ** 2, rel=0.1)
+
+
+def test_custom_loss_is_what_it_says_token_by_token():
+    generator = torch.Generator().manual_seed(0)
+    logits, labels = torch.randn(2, 5, 7, generator=generator), torch.randint(0, 7, (2, 5), generator=generator)
+    labels[0, :3] = -100
+    expected = sum(
+        F.cross_entropy(logits[b, t], labels[b, t + 1]) + 1e-4 * logits[b, t].exp().sum().log() ** 2
+        for b in range(2)
+        for t in range(4)
+        if labels[b, t + 1] != -100
+    )
+    outputs = type("Outputs", (), {"logits": logits})
+    got = module("custom_loss.py").loss_with_z(outputs, labels, num_items_in_batch=6)
+    assert got.item() == pytest.approx(expected.item() / 6, rel=1e-6)
+
+
+def test_callbacks_keeps_the_best_model_of_the_evaluations(world, config, tmp_path):
+    # At this rate the loss falls in the first step and rises in the last ones.
+    rates = settings(evaluation__every_steps=1, optimizer__lr=0.3, schedule__name="constant", run__max_steps=4)
+    world(run_script, 2, "callbacks.py", ["--config", config, *rates])
+    by_loss = sorted(evaluations(tmp_path / "out"), key=lambda line: line["eval_loss"])
+    assert by_loss[0]["step"] < 4, "the last model must not be the best, or keeping it proves nothing"
+    best, last = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / "out" / name).state_dict() for name in ("best", "model")
+    )
+    assert not all(torch.equal(best[name], last[name]) for name in last)
+    at_best = settings(run__max_steps=by_loss[0]["step"], run__output_dir=tmp_path / "until_best")
+    world(run_script, 2, "train.py", ["--config", config, *rates[:-2], *at_best])
+    there = AutoModelForCausalLM.from_pretrained(tmp_path / "until_best" / "model").state_dict()
+    assert all(torch.equal(best[name], there[name]) for name in there)
+
+
+def test_custom_model_learns_to_classify_and_exports_its_class(world, tmp_path):
+    world(run_script, 2, "custom_model.py", on_cpu(tmp_path))
+    before, after = evaluations(tmp_path)
+    assert before["eval_accuracy"] < 0.7 < 0.95 < after["eval_accuracy"]
+    exported, info = BertForSequenceClassification.from_pretrained(tmp_path / "model", output_loading_info=True)
+    assert not any(info.values()), info
+    rows = module("custom_model.py").samples(100, seed=2)
+    with torch.no_grad():
+        chosen = exported(torch.tensor([row["input_ids"] for row in rows])).logits.argmax(-1)
+    share = (chosen == torch.tensor([row["label"] for row in rows])).float().mean().item()
+    assert share == pytest.approx(after["eval_accuracy"])
+
+
+@pytest.mark.nvme
+def test_zero3_nvme_trains_from_swap_files_and_removes_them(world, nvme, tmp_path):
+    # DeepSpeed leaves in memory what has less than 1 MiB on a rank.
+    model = make_checkpoint(tmp_path / "checkpoint", hidden_size=256, vocab_size=4096)
+    data = write_jsonl(tmp_path / "train.jsonl", chats())
+    tiny = settings(
+        model__path=model,
+        data__train=data,
+        data__max_length=64,
+        data__cache_dir=tmp_path / "cache",
+        zero__offload_optimizer__nvme_path=nvme,
+        zero__offload_param__nvme_path=nvme,
+    )
+    said = world(run_script, 2, "train.py", ["--config", EXAMPLES / "zero3_nvme.json", *on_cpu(tmp_path), *tiny])
+    assert re.search(r"parameters: .* on nvme; optimizer: .* on nvme; swap files: [1-9]", said[0])
+    assert len(train_losses(tmp_path)) == 3
+    assert list(nvme.iterdir()) == []
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+@pytest.mark.parametrize("name", sorted(str(path.relative_to(EXAMPLES)) for path in EXAMPLES.rglob("*.json")))
+def test_a_default_config_runs_on_any_usual_number_of_ranks(name, ranks):
+    config, origins = load_config(EXAMPLES / name)
+    batch = resolve(config, origins, Machine(ranks, "cuda", ("fp32", "bf16"), "a GPU")).config.batch
+    assert batch.micro_size * batch.accumulation * ranks == batch.global_size
+
+
+def test_no_example_is_left_without_a_test():
+    tested = {name.split("_", 1)[1] for name in globals() if name.startswith("test_")}
+    untested = [path.stem for path in EXAMPLES.glob("*.py") if not any(t.startswith(path.stem) for t in tested)]
+    assert not untested

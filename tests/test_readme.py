@@ -1,0 +1,271 @@
+"""What the README and the pages in docs/ say is true: commands, configs, examples, numbers and links."""
+
+import inspect
+import json
+import os
+import re
+import shlex
+import sys
+import tomllib
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+
+from ds_trainer.cli import _parser as command_parser
+from ds_trainer.cli import main
+from ds_trainer.cli.train import config_from_arguments, parse_train_arguments
+from ds_trainer.config.coverage import coverage, covered_engines
+from ds_trainer.config.document import document
+from ds_trainer.config.io import load_config
+from ds_trainer.config.keys import leaf_fields
+from ds_trainer.metrics import StepMetrics, read_metrics
+from ds_trainer.planner.memory import bytes_per_parameter
+from ds_trainer.progress import summary
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+ZERO = (ROOT / "docs/zero.md").read_text()
+ARCHITECTURE = (ROOT / "docs/architecture.md").read_text()
+PAGES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in (ROOT / "README.md", *ROOT.glob("docs/*.md"))}
+
+
+def blocks(text: str) -> list[tuple[str, str]]:
+    """Language and content of every fenced block."""
+    fence = re.compile(r"^(?P<ticks>`{3,})(?P<language>\w*)\n(?P<content>.*?)^(?P=ticks)$", re.DOTALL | re.MULTILINE)
+    return [(found["language"], found["content"]) for found in fence.finditer(text)]
+
+
+def of(language: str, text: str = README) -> list[str]:
+    return [content for kind, content in blocks(text) if kind == language]
+
+
+def rows(text: str, first_heading: str) -> list[list[str]]:
+    """Cells of the body of the table whose header begins with this cell."""
+    table = re.search(rf"^\| {re.escape(first_heading)} \|.*\n\|[ |-]+\|\n((?:\|.*\n)+)", text, flags=re.MULTILINE)
+    assert table, first_heading
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table[1].splitlines()]
+
+
+COMMANDS = [shlex.split(line, comments=True) for block in of("bash") for line in block.splitlines()]
+CONFIG_COMMANDS = [command for command in COMMANDS if command[:2] == ["ds-trainer", "config"]]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """The folder a reader stands in after writing the README's first config and its data."""
+    (tmp_path / "run.json").write_text(of("json")[0])
+    (tmp_path / "ds.json").write_text("{}")
+    for name in ("train", "eval"):
+        (tmp_path / f"{name}.jsonl").write_text(of("jsonl")[0])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    return tmp_path
+
+
+def ran(capsys, command) -> tuple[int, str]:
+    """Exit code and output of a `ds-trainer` command, run here."""
+    try:
+        code = main(command[1:])
+    except SystemExit as stop:
+        code = stop.code
+    return code, "".join(capsys.readouterr())
+
+
+def words(line: str) -> str:
+    """A line of a table or of text without borders and with single spaces."""
+    return " ".join(line.replace("│", " ").split())
+
+
+@pytest.mark.parametrize("command", CONFIG_COMMANDS, ids=" ".join)
+def test_a_config_command_does_what_it_says(folder, capsys, command):
+    code, _ = ran(capsys, command)
+    assert code == (2 if "optimizer.learning_rate=1e-4" in command else 0)
+
+
+def test_the_printed_texts_are_what_the_commands_print(folder, capsys):
+    shown, fault = of("text")[1:]
+    for text, command in ((shown, CONFIG_COMMANDS[1]), (fault, CONFIG_COMMANDS[-1])):
+        _, output = ran(capsys, command)
+        printed = [words(line) for line in output.splitlines()]
+        assert [line for line in text.splitlines() if words(line) not in printed] == []
+
+
+def test_every_other_command_is_one_that_exists(folder, monkeypatch):
+    targets = set(re.findall(r"^(\w[\w-]*):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+    recipe = shlex.split((ROOT / "Makefile").read_text(), comments=True)
+    checks = {
+        "make": lambda arguments: targets.issuperset(arguments),
+        "pip": lambda arguments: set(arguments) <= {*recipe, "."},
+        "deepspeed": lambda arguments: trains(arguments, monkeypatch),
+        "torchrun": lambda arguments: trains(arguments, monkeypatch),
+        "python": lambda arguments: trains(arguments, monkeypatch),
+        "ds-trainer": lambda arguments: isinstance(command_parser().parse_args(arguments), Namespace),
+    }
+    for program, *arguments in COMMANDS:
+        assert checks[program](arguments), (program, *arguments)
+
+
+def trains(arguments: list[str], monkeypatch) -> bool:
+    """Whether a launcher's arguments name our script and give it options that it takes and a config that loads."""
+    start = arguments.index("examples/train.py")
+    assert all(name in ("--num_gpus", "--nproc_per_node") for name in arguments[:start:2])
+    monkeypatch.setattr(sys, "argv", arguments[start:])
+    config, _ = config_from_arguments(parse_train_arguments(ROOT / "examples/demo/demo.json"))
+    return bool(config.model.path)
+
+
+@pytest.mark.parametrize("text", of("json"))
+def test_every_json_is_a_config(text):
+    load_config(json.loads(text))
+
+
+def test_the_tour_shows_every_section():
+    shown = {section for text in of("json") for section in json.loads(text)}
+    assert shown == {key.split(".")[0] for key in leaf_fields()} - {"$schema"}
+
+
+def test_every_data_record_is_tokenised_and_has_something_to_learn():
+    from ds_trainer.data.text import encode
+    from tests.helpers.tokenizers import make_tokenizer
+
+    for line in of("jsonl")[0].splitlines():
+        assert encode(json.loads(line), make_tokenizer(), None, line).num_label_tokens > 0
+
+
+def test_the_printed_run_is_the_one_in_the_picture():
+    lines = read_metrics(ROOT / "docs/images/loss.jsonl")
+    steps = {str(line["step"]): summary(StepMetrics(**line)) for line in lines if "loss" in line}
+    evaluated = {str(line["step"]): f"{line['eval_loss']:.4f}" for line in lines if "eval_loss" in line}
+    printed = dict(re.findall(r"step (\d+)/20 \[[\d:<]+\]  (.*)", of("text")[0]))
+    assert printed and printed.items() <= steps.items()
+    assert dict(re.findall(r"step (\d+): eval loss (.*)", of("text")[0])) == evaluated
+    assert f"{lines[0]['eval_num_tokens']:,} of them learned" in of("text")[0]
+
+
+def test_the_engines_table_says_what_the_code_does():
+    expected = {}
+    for key in leaf_fields():
+        for engine in covered_engines():
+            found = expected.setdefault(key.split(".")[0], {}).setdefault(engine, [])
+            if (status := coverage(key, engine).status.replace("_", " ")) not in found:
+                found.append(status)
+    table = [[section, *map(", ".join, engines.values())] for section, engines in expected.items()]
+    assert rows(README, "section") == [row for row in table if row[0] != "$schema"]
+
+
+OFFLOAD = {"device": "none", "cpu": "cpu", "nvme": "nvme"}
+
+
+def test_the_readmes_bytes_are_those_of_the_planner():
+    for stage, optimizer, parameters, *numbers in rows(README, "stage"):
+        places = {"offload_optimizer": OFFLOAD[optimizer], "offload_param": OFFLOAD[parameters]}
+        row = bytes_per_parameter(int(stage), "bf16", "fp32", 8, **places)
+        device = (row.after_backward - row.host, row.after_step - row.host)
+        assert [float(number) for number in numbers] == [*device, row.host, row.nvme, row.paper]
+
+
+def test_the_bytes_of_the_zero_page_are_those_of_the_planner():
+    table = rows(ZERO, "stage")
+    assert len({tuple(row[:5]) for row in table}) == len(table) == 29
+    for stage, dtype, grad_dtype, optimizer, parameters, *numbers in table:
+        places = {"offload_optimizer": OFFLOAD[optimizer], "offload_param": OFFLOAD[parameters]}
+        row = bytes_per_parameter(int(stage), dtype, grad_dtype, 2, **places)
+        assert [float(n) for n in numbers] == [row.after_backward, row.after_step, row.host, row.nvme, row.paper]
+
+
+def test_the_tolerances_are_those_of_the_spine():
+    from tests.helpers.parity import GRADIENT_TOLERANCE, LOSS_TOLERANCE, OPTIMIZERS, STEPS, WEIGHT_TOLERANCE
+
+    stated = [float(row[1]) for row in rows(README, "what")]
+    assert stated == [LOSS_TOLERANCE, GRADIENT_TOLERANCE, GRADIENT_TOLERANCE, *WEIGHT_TOLERANCE.values()]
+    assert f"{STEPS} steps" in README and OPTIMIZERS["adamw"]["eps"] == 1e-4
+
+
+def test_the_page_of_keys_is_the_generated_one():
+    assert PAGES["docs/configuration.md"] == document(), "python -m ds_trainer.config.document > docs/configuration.md"
+
+
+def test_the_arguments_of_the_trainer_are_all_there():
+    from ds_trainer import Trainer
+
+    stated = {name for row in rows(README, "argument") for name in re.findall(r"`(\w+)`", row[0])}
+    assert stated == set(inspect.signature(Trainer).parameters)
+
+
+def test_the_lower_bounds_are_those_of_the_package():
+    required = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    stated = re.findall(r"`(\w+>=[\d.]+)`", README)
+    assert stated and set(stated) <= set(required)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_link_leads_somewhere(page):
+    links = [link for link in re.findall(r"\]\(([^)#]+)\)", PAGES[page]) if "://" not in link]
+    assert [link for link in links if not (ROOT / page).parent.joinpath(link).exists()] == []
+
+
+def test_the_examples_are_all_there():
+    listed = {cell for row in rows(README, "script") for cell in re.findall(r"\((.+)\)", row[0])}
+    assert listed == {path.relative_to(ROOT).as_posix() for path in (ROOT / "examples").glob("*.py")}
+
+
+def test_the_tree_lists_what_there_is():
+    listed = re.findall(r"^\| `([\w./]+)` \|", ARCHITECTURE, flags=re.MULTILINE)
+    assert [path for path in listed if not (ROOT / path).exists()] == []
+    folders = {f"ds_trainer/{path.parent.name}/" for path in (ROOT / "ds_trainer").glob("*/__init__.py")}
+    assert folders <= set(listed)
+
+
+def test_the_levels_are_those_that_are_enforced():
+    from tests.test_architecture import LEVELS
+
+    stated = {
+        name: int(level) for level, names in rows(ARCHITECTURE, "level") for name in re.findall(r"`(.+?)`", names)
+    }
+    assert stated == LEVELS
+
+
+def run_the_trainer_example(folder: Path) -> dict:
+    os.chdir(folder)
+    names: dict = {}
+    exec(of("python")[0], names)
+    return names["metrics"]
+
+
+def test_the_trainer_example_runs_and_its_model_loads(world, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    from tests.helpers.checkpoints import make_checkpoint
+
+    make_checkpoint(tmp_path / "checkpoint")
+    (metrics,) = {tuple(sorted(found.items())) for found in world(run_the_trainer_example, 2, tmp_path)}
+    assert [name for name, _ in metrics] == ["eval_accuracy", "eval_loss"]
+    _, info = AutoModelForCausalLM.from_pretrained(tmp_path / "outputs/my-model", output_loading_info=True)
+    assert not any(info.values())
+
+
+def train_on(engine: str, out: Path, plugins: Path) -> tuple[str, dict]:
+    from tests.helpers.runs import make_trainer, weights
+
+    sys.path.insert(0, str(plugins))
+    trainer = make_trainer("ddp", out, parallel={"engine": engine}, run={"max_steps": 2})
+    trainer.train()
+    return type(trainer.engine).__name__, weights(trainer)
+
+
+def test_the_engine_of_the_architecture_page_is_found_and_gives_ddps_weights(world, tmp_path):
+    from tests.helpers.runs import largest_difference
+
+    (tmp_path / "one_buffer.py").write_text(of("python", ARCHITECTURE)[0])
+    installed = tmp_path / "one_buffer-1.0.dist-info"
+    installed.mkdir()
+    points = tomllib.loads(of("toml", ARCHITECTURE)[0])["project"]["entry-points"]
+    (group, names), (asked,) = *points.items(), map(json.loads, of("json", ARCHITECTURE))
+    lines = [f"[{group}]", *(f"{name} = {target}" for name, target in names.items())]
+    (installed / "entry_points.txt").write_text("\n".join(lines))
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: one_buffer\nVersion: 1.0\n")
+    ours = world(train_on, 2, asked["parallel"]["engine"], tmp_path, tmp_path)
+    theirs = world(train_on, 2, "ddp", tmp_path, tmp_path)
+    assert [name for name, _ in ours] == ["OneBufferEngine"] * 2
+    assert all(largest_difference(a, b) < 1e-6 for (_, a), (_, b) in zip(ours, theirs, strict=True))
