@@ -45,6 +45,8 @@ class DDPEngine:
         self.config = resolved.config
         self.mesh = mesh
         self.module: Any  # its attributes are those of DistributedDataParallel
+        # A static graph is recorded in a pass that reduces: DDP asserts so.
+        self._reduced_once = not self.config.ddp.static_graph
         self._compute_dtype = TORCH_DTYPES[self.config.precision.dtype or "fp32"]
         scale = self.config.precision.loss_scale
         self._scaler = torch.amp.GradScaler(
@@ -95,9 +97,10 @@ class DDPEngine:
 
     @contextmanager
     def microbatch(self, is_last: bool) -> Iterator[None]:
-        """Reduces gradients in the last micro-batch only."""
-        with nullcontext() if is_last else self.module.no_sync():
+        """Reduces gradients in the last micro-batch only; a static graph's very first one too."""
+        with nullcontext() if is_last or not self._reduced_once else self.module.no_sync():
             yield
+        self._reduced_once = True
 
     def forward(self, **inputs: Any) -> Any:
         """Calls the wrapped model, below fp32 under autocast."""

@@ -13,7 +13,7 @@ from ds_trainer.mesh.mesh import Mesh
 def agreed(mesh: Mesh) -> Iterator[None]:
     """Runs a block that may fail on some ranks; then all ranks go on, or all raise the first failing rank's error.
 
-    Comm: one gather of a small object over the data ranks at the end of the block.
+    Comm: one all-reduce of a number over the data ranks at the end of the block; one gather of the texts if it failed.
 
     Raises:
         UserError: The error of the lowest rank that raised one, its text naming that rank where others did not fail.
@@ -23,10 +23,10 @@ def agreed(mesh: Mesh) -> Iterator[None]:
         yield
     except UserError as caught:
         mine = caught
+    if mesh.sum(mine is not None) == [0.0]:
+        return
     errors = mesh.gather_objects(mine)
     failed = [rank for rank, error in enumerate(errors) if error is not None]
-    if not failed:
-        return
     # Our own object keeps its traceback; another rank's has come through a pickle.
     first = mine if mine is not None and failed[0] == mesh.grid.rank else errors[failed[0]]
     if len(failed) < len(errors):

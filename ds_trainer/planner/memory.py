@@ -110,8 +110,9 @@ def bytes_per_parameter(
     layout = _Layout(stage, dtype, grad_dtype, data_ranks, offload_optimizer, offload_param, accumulation)
     moments = 4 * (1 if momentum and optimizer == "sgd" else _MOMENTS[optimizer])
     parts = {0: _replicated, 1: _sharded_state, 2: _sharded_state, 3: _sharded_all}[stage](layout, moments)
-    # Stage 1 reduces all gradients at the end of the last backward, and only then frees the other ranks' shards.
-    transient = layout.grad_bytes if stage == 1 and not layout.is_bf16_optimizer else 0
+    # Stage 1 reduces all gradients at the end of the last backward, and only then frees the other ranks' shards; sums
+    # in another format than the gradients' it keeps whole, which `parts` counts.
+    transient = layout.grad_bytes if stage == 1 and not layout.is_mixed else 0
     row = MemoryRow(tuple(part for part in parts if part.size), transient, _paper(layout, moments), _why(layout))
     return replace(row, why=f"as in the paper; {row.why}") if row.after_backward == row.paper else row
 
@@ -177,7 +178,7 @@ def _sharded_state(layout: _Layout, moments: int) -> list[Part]:
             Part("updated parameters on their way back", layout.param_bytes / n, "host"),
         ]
         if layout.is_mixed:
-            parts += [Part("gradient sums", layout.grad_bytes / n, lasting=False)]
+            parts += [Part("gradient sums", layout.grad_bytes / (1 if layout.stage == 1 else n), lasting=False)]
         elif layout.stage == 2 and layout.accumulation > 1:
             parts += [Part("gradient sums", layout.param_bytes / n, "host")]
     return parts

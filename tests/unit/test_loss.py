@@ -1,0 +1,114 @@
+"""Sums of token losses and the counts they are divided by."""
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from ds_trainer.errors import ConfigError
+from ds_trainer.loss import CausalLMLoss, ModelOwnLoss, UserLoss, make_loss, shifted_labels
+
+
+@pytest.fixture
+def batch():
+    return {
+        "input_ids": torch.tensor([[3, 4, 5, 6], [7, 8, 9, 0]]),
+        "labels": torch.tensor([[3, -100, 5, 6], [7, 8, -100, -100]]),
+    }
+
+
+@pytest.fixture
+def outputs():
+    generator = torch.Generator().manual_seed(0)
+    return {"logits": torch.randn(2, 4, 11, generator=generator)}
+
+
+def by_hand(outputs, smoothing=0.0):
+    """Position 1 and 2 predict the tokens 5 and 6 of the first row, position 0 the token 8 of the second."""
+    picked = outputs["logits"][[0, 0, 1], [1, 2, 0]].log_softmax(-1)
+    target = picked[range(3), [5, 6, 8]]
+    return -((1 - smoothing) * target + smoothing * picked.mean(-1)).sum()
+
+
+def test_labels_are_held_against_the_logits_one_position_before():
+    assert shifted_labels(torch.tensor([[1, 2, 3]])).tolist() == [[2, 3, -100]]
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_the_sum_counts_each_predicted_label_once(batch, outputs, smoothing):
+    loss = CausalLMLoss(smoothing)
+    assert loss.num_tokens(batch) == 3, "nothing predicts the first label of a row"
+    torch.testing.assert_close(loss.loss_sum(outputs, batch, step_tokens=99), by_hand(outputs, smoothing))
+    assert loss.inputs(batch).keys() == {"input_ids"}
+
+
+def test_a_batch_without_labels_sums_to_zero_and_keeps_its_graph(batch, outputs):
+    outputs["logits"].requires_grad_()
+    batch["labels"] = torch.full_like(batch["labels"], -100)
+    loss = CausalLMLoss()
+    assert loss.num_tokens(batch) == 0
+    total = loss.loss_sum(outputs, batch, step_tokens=5)
+    total.backward()
+    assert total.item() == 0.0 and outputs["logits"].grad.abs().max() == 0.0
+
+
+def test_the_loss_of_low_precision_logits_is_computed_in_fp32(batch, outputs):
+    low = {"logits": outputs["logits"].bfloat16()}
+    got = CausalLMLoss().loss_sum(low, batch, step_tokens=3)
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got, by_hand({"logits": low["logits"].float()}))
+
+
+@pytest.mark.parametrize(
+    ("labels", "count"),
+    [
+        (torch.tensor([0, 2, -100]), 2),
+        (torch.tensor([[4, -100], [5, 6]]), 3),
+        (torch.tensor([0.5, 1.5, -100.0]), 3),
+        (torch.tensor([[0.0, 1.0], [1.0, 1.0]]), 2),
+        (torch.full((2,), -100.0), 0),
+    ],
+    ids=["classes", "tokens", "values", "value-rows", "filler-values"],
+)
+def test_a_models_own_mean_is_weighted_by_what_it_averages_over(labels, count):
+    loss = ModelOwnLoss()
+    assert loss.num_tokens({"labels": labels}) == count
+
+
+def test_a_models_own_mean_becomes_a_sum(batch):
+    outputs = {"loss": torch.tensor(2.0), "logits": torch.ones(2, 3)}
+    loss = ModelOwnLoss()
+    assert loss.loss_sum(outputs, batch, step_tokens=99).item() == 2.0 * 5
+    assert loss.inputs(batch).keys() == {"input_ids", "labels"}
+
+
+def test_a_models_mean_over_nothing_does_not_reach_the_gradient(batch):
+    logits = torch.ones(2, 3, requires_grad=True)
+    batch["labels"] = torch.full_like(batch["labels"], -100)
+    total = ModelOwnLoss().loss_sum({"loss": logits.sum() * torch.nan, "logits": logits}, batch, step_tokens=5)
+    total.backward()
+    assert total.item() == 0.0 and logits.grad.tolist() == [[0.0] * 3] * 2
+
+
+def test_a_users_function_gets_the_tokens_of_the_whole_step(batch, outputs):
+    def function(outputs, labels, num_items_in_batch):
+        assert num_items_in_batch == 12
+        logits = outputs["logits"][:, :-1].flatten(0, 1)
+        return cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum") / num_items_in_batch
+
+    loss = UserLoss(function, counts_like=CausalLMLoss())
+    assert loss.num_tokens(batch) == 3
+    assert loss.inputs(batch).keys() == {"input_ids"}
+    torch.testing.assert_close(loss.loss_sum(outputs, batch, step_tokens=12), by_hand(outputs))
+
+
+def test_the_loss_of_a_run_follows_from_its_model_and_its_function():
+    assert isinstance(make_loss("LlamaForCausalLM", True, 0.0, None), CausalLMLoss)
+    assert make_loss("LlamaForCausalLM", True, 0.1, None).label_smoothing == 0.1
+    assert isinstance(make_loss("BertForMaskedLM", False, 0.0, None), ModelOwnLoss)
+    assert isinstance(make_loss("BertForMaskedLM", False, 0.0, max), UserLoss)
+
+
+@pytest.mark.parametrize(("causal", "function", "whose"), [(False, None, "BertForMaskedLM"), (True, max, "Trainer")])
+def test_smoothing_of_a_loss_that_is_not_ours_is_refused(causal, function, whose):
+    with pytest.raises(ConfigError, match=f"label_smoothing is 0.1 and .*{whose}"):
+        make_loss("BertForMaskedLM", causal, 0.1, function)
