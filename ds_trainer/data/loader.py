@@ -10,6 +10,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from ds_trainer.data.sampler import GlobalBatchSampler
+from ds_trainer.data.sources import require_map_style
 from ds_trainer.data.text import IGNORE
 from ds_trainer.errors import DataError
 
@@ -102,7 +103,12 @@ class BatchLoader:
         self.input_wait_s = 0.0
 
     def over(self, dataset: MapDataset) -> BatchLoader:
-        """A loader that goes through another data set once, in its order, in batches of the same shape."""
+        """A loader that goes through another data set once, in its order, in batches of the same shape.
+
+        Raises:
+            DataError: It is not map-style.
+        """
+        require_map_style(dataset, "test")
         like = self.sampler
         sampler = GlobalBatchSampler(
             len(dataset), like.global_size, like.micro_size, like.data_rank, like.data_ranks, shuffle=False
@@ -118,7 +124,7 @@ class BatchLoader:
         label at -100: the pass runs, so that collectives pair up, and adds nothing.
 
         Raises:
-            DataError: Ids beyond the embedding, a sequence beyond the model's positions, or a filler without labels.
+            DataError: Ids beyond the embedding, a sequence beyond the model's positions, or a batch without labels.
         """
         for samples in self.sampler.microbatches(k):
             started = time.perf_counter()
@@ -128,16 +134,17 @@ class BatchLoader:
             yield batch
 
     def _collate(self, samples: list[int]) -> Batch:
-        return self.collate_fn([self.dataset[i] for i in samples])
+        batch = self.collate_fn([self.dataset[i] for i in samples])
+        if "labels" not in batch:
+            raise DataError(
+                f"the data collator returns no labels for samples {samples}, only {sorted(batch)}",
+                "the loss is divided by the labels of the whole step, so every batch has labels",
+                "return labels from data_collator, -100 where nothing is to be learned",
+            )
+        return batch
 
     def _filler(self, k: int) -> Batch:
         batch = self._collate(self.sampler.global_batch(k)[:1])
-        if "labels" not in batch:
-            raise DataError(
-                f"step {k} has fewer samples than ranks x micro-batches, and the data collator returns no labels",
-                "a rank without samples runs a batch whose labels are all -100",
-                "return labels from data_collator, or choose a global size that divides the number of samples",
-            )
         return {**batch, "labels": torch.full_like(batch["labels"], IGNORE)}
 
     def _check(self, batch: Batch, samples: list[int]) -> None:

@@ -80,7 +80,12 @@ def _open_file(path: Path, what: str) -> Source:
     return Source(path.suffix + fingerprint, total, lambda: readers[path.suffix](path))
 
 
-def _open_dataset(dataset: Any, what: str) -> Source:
+def require_map_style(dataset: Any, what: str) -> None:
+    """Refuses a stream, and a mapping of splits.
+
+    Raises:
+        DataError: `dataset` lacks `len()` or `[i]`.
+    """
     if isinstance(dataset, Mapping) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise DataError(
             f"the {what} data set is a {type(dataset).__name__}"
@@ -88,6 +93,10 @@ def _open_dataset(dataset: Any, what: str) -> Source:
             "a data set must be map-style: it has len() and [i]",
             "pass one split, as a list or a datasets.Dataset",
         )
+
+
+def _open_dataset(dataset: Any, what: str) -> Source:
+    require_map_style(dataset, what)
 
     def records() -> Iterator[tuple[Record, Origin]]:
         return ((dataset[i], f"{what} sample {i}") for i in range(len(dataset)))

@@ -10,6 +10,7 @@ from ds_trainer.config.schema import RunConfig
 from ds_trainer.data.loader import BatchLoader, pad_collate, padding_id
 from ds_trainer.data.prepare import prepare
 from ds_trainer.data.sampler import GlobalBatchSampler
+from ds_trainer.data.sources import require_map_style
 from ds_trainer.data.tokenized import preview
 from ds_trainer.log import get_logger
 from ds_trainer.mesh.grid import Grid
@@ -69,8 +70,11 @@ class Splits:
     def _dataset(self, handed: Any, paths: Any, what: str) -> Any:
         """A data set object with a collator of its own as it is, everything else tokenised."""
         source = paths if handed is None else handed
-        if source is None or (handed is not None and self.collator is not None):
-            return source
+        if source is None:
+            return None
+        if handed is not None and self.collator is not None:
+            require_map_style(handed, what)
+            return handed
         data = self.config.data
         dataset = prepare(
             source, self.tokenizer, data, vocab_size=self.vocab_size, max_positions=self.max_positions, what=what

@@ -76,7 +76,7 @@ class DDPEngine:
             **sync_buffers,
         )
         self._register_comm_hook()
-        self._optimizer = make_optimizer([(n, p) for n, p in self._model.named_parameters() if p.requires_grad])
+        self._optimizer = make_optimizer(self._trained())
 
     def _register_comm_hook(self) -> None:
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
@@ -129,8 +129,8 @@ class DDPEngine:
         return self._optimizer.param_groups
 
     def parameter_layout(self) -> list[ParameterSlice]:
-        """Every rank owns everything."""
-        return [ParameterSlice.whole(name, tuple(p.shape)) for name, p in self._model.named_parameters()]
+        """Every rank owns everything that is trained."""
+        return [ParameterSlice.whole(name, tuple(p.shape)) for name, p in self._trained()]
 
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every parameter, from this rank's own copy."""
@@ -144,11 +144,11 @@ class DDPEngine:
                 yield name, parameter.grad.detach().float().cpu() / self._scaler.get_scale()
 
     def state(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
-        """Masters and optimizer states of every parameter."""
-        return {
-            name: {"master": p.detach(), **self._optimizer.state.get(p, {})}
-            for name, p in self._model.named_parameters()
-        }
+        """Masters and optimizer states of every parameter that is trained."""
+        return {name: {"master": p.detach(), **self._optimizer.state.get(p, {})} for name, p in self._trained()}
+
+    def _trained(self) -> list[tuple[str, nn.Parameter]]:
+        return [(name, p) for name, p in self._model.named_parameters() if p.requires_grad]
 
     def parameter_hash(self) -> str:
         """Every rank holds every parameter."""

@@ -200,7 +200,7 @@ class DeepSpeedEngine:
         return {
             name: read_state(self.module, parameter, owned[name].numel)
             for name, parameter in self._named()
-            if name in owned and parameter.requires_grad
+            if name in owned
         }
 
     def parameter_hash(self) -> str | None:

@@ -1,8 +1,8 @@
 """Loads a model straight into ZeRO-3's partitions: no rank ever holds, or reads, more than its own slices.
 
 `deepspeed.zero.Init` partitions parameters that are already whole on every rank, and broadcasts them from rank 0 first.
-Here each rank reserves address space for one whole tensor at a time, fills in only the range that it owns, and lets
-DeepSpeed cut that range out (to host memory or to NVMe, as its config says). Untouched pages never become memory.
+Here each rank reserves space for one whole tensor, fills in only the range that it owns, and lets DeepSpeed cut that
+range out (to host memory or to NVMe, as its config says). On the host, pages that are not touched never become memory.
 """
 
 from __future__ import annotations
@@ -46,15 +46,17 @@ def load_partitioned(
     partitioner = _OwnSlices(config_dict_or_path=native)
     # ZeRO++ keeps a second copy per node, cut from the whole tensor.
     whole = native["zero_optimization"].get("zero_hpz_partition_size", 1) > 1
+    # Nothing but shards is made in the loop: tensors made and freed between them leave holes in glibc's heap that no
+    # later one fits into, and a rank of 2 then holds up to 0.8 of the model.
+    space = torch.empty(max(p.numel() for p in model.parameters()), dtype=dtype, device=mesh.device)
     for name, parameter in model.named_parameters():
-        value = torch.empty(parameter.shape, dtype=dtype, device=mesh.device)
+        value = space[: parameter.numel()].view(parameter.shape)
         start, stop = 0, value.numel()
         if not whole:
             start, stop = even_flat_range(value.numel(), mesh.grid.dp_size, mesh.grid.dp_rank)
         if stop > start:
-            value.view(-1)[start:stop] = weights.read(name, dtype, (start, stop))
+            value.view(-1)[start:stop] = weights.view(name, (start, stop))
         set_value(parameter, value)
-        del value
         partitioner._convert_to_zero_parameters([parameter])
 
 

@@ -15,7 +15,7 @@ from ds_trainer.models.source import WeightSource
 
 
 def owned_slices(model: nn.Module, shapes: Mapping[str, tuple[int, ...]], stage: int) -> dict[str, ParameterSlice]:
-    """This rank's slice of each parameter; none where it owns nothing of it.
+    """This rank's slice of each parameter that is trained; none where it owns nothing of it.
 
     Stage 3 cuts every tensor into flat shards, stages 1 and 2 cut the concatenation of each parameter group.
 
@@ -26,6 +26,8 @@ def owned_slices(model: nn.Module, shapes: Mapping[str, tuple[int, ...]], stage:
     """
     owned = {}
     for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
         if stage == 3:
             start, stop = partition_bounds(parameter)
         elif hasattr(parameter, "_hp_mapping"):

@@ -17,7 +17,7 @@ from ds_trainer.log import get_logger
 from ds_trainer.models.source import WeightSource
 
 
-class GrownEmbeddings:
+class GrownEmbeddings(WeightSource):
     """A `WeightSource` that answers with more rows than another one holds.
 
     Args:
@@ -30,20 +30,20 @@ class GrownEmbeddings:
         self._grown = grown
         self._means: dict[str, torch.Tensor] = {}
 
-    def read(self, name: str, dtype: torch.dtype, flat: tuple[int, int] | None = None) -> torch.Tensor:
-        """As in `ds_trainer.models.source.WeightSource`; the mean reads all old rows, once."""
+    def view(self, name: str, flat: tuple[int, int] | None = None) -> torch.Tensor:
+        """As in `ds_trainer.models.source.WeightSource`; the mean reads all old rows, once, and is kept in fp32."""
         if name not in self._grown:
-            return self._weights.read(name, dtype, flat)
+            return self._weights.view(name, flat)
         old, new = self._grown[name]
         start, stop = (0, prod(new)) if flat is None else flat
         old_stop = prod(old)
-        kept = self._weights.read(name, dtype, (min(start, old_stop), min(stop, old_stop)))
+        kept = self._weights.view(name, (min(start, old_stop), min(stop, old_stop)))
         if stop <= old_stop:
             return kept
         if name not in self._means:
             self._means[name] = self._weights.read(name, torch.float32).mean(0)
-        tail = self._means[name].to(dtype).expand(new[0] - old[0], *new[1:]).reshape(-1)
-        value = torch.cat([kept, tail[max(start - old_stop, 0) : stop - old_stop]])
+        tail = self._means[name].expand(new[0] - old[0], *new[1:]).reshape(-1)
+        value = torch.cat([kept.float(), tail[max(start - old_stop, 0) : stop - old_stop]])
         return value.view(new) if flat is None else value
 
     def stored_dtype(self, name: str) -> torch.dtype:

@@ -2,33 +2,46 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from itertools import chain
-from typing import Protocol
 
 import torch
 from torch import nn
 
 
-class WeightSource(Protocol):
+class WeightSource(ABC):
     """Reads values under the model's own parameter names."""
 
-    def read(self, name: str, dtype: torch.dtype, flat: tuple[int, int] | None = None) -> torch.Tensor:
-        """The value of parameter or persistent buffer `name`.
+    @abstractmethod
+    def view(self, name: str, flat: tuple[int, int] | None = None) -> torch.Tensor:
+        """The value of parameter or persistent buffer `name`, in the source's own format, to be copied from at once.
+
+        It may be the source's own memory, such as a mapped file: copying straight from it spares a second copy.
 
         Args:
             name: Name in `model.state_dict()`.
-            dtype: Format wanted.
             flat: Start and stop in the row-major flattened tensor; None: the whole tensor.
 
         Returns:
-            Host tensor, of the full shape, or one-dimensional with `stop - start` elements.
+            Tensor of the full shape, or one-dimensional with `stop - start` elements.
         """
 
+    def read(self, name: str, dtype: torch.dtype, flat: tuple[int, int] | None = None) -> torch.Tensor:
+        """A copy of `view` on the host.
+
+        Args:
+            name: As in `view`.
+            dtype: Format wanted.
+            flat: As in `view`.
+        """
+        return self.view(name, flat).to("cpu", dtype, copy=True, memory_format=torch.contiguous_format)
+
+    @abstractmethod
     def stored_dtype(self, name: str) -> torch.dtype:
         """Format in which the value is kept at its source."""
 
 
-class ModuleWeights:
+class ModuleWeights(WeightSource):
     """A source over a model instance, taken before an engine casts or cuts the instance's own tensors.
 
     Args:
@@ -39,10 +52,9 @@ class ModuleWeights:
         named = chain(model.named_parameters(), model.named_buffers())
         self.values = {name: tensor.data for name, tensor in named}
 
-    def read(self, name: str, dtype: torch.dtype, flat: tuple[int, int] | None = None) -> torch.Tensor:
+    def view(self, name: str, flat: tuple[int, int] | None = None) -> torch.Tensor:
         """As in `WeightSource`."""
-        value = self.values[name] if flat is None else self.values[name].flatten()[flat[0] : flat[1]]
-        return value.to("cpu", dtype, copy=True)
+        return self.values[name] if flat is None else self.values[name].flatten()[flat[0] : flat[1]]
 
     def stored_dtype(self, name: str) -> torch.dtype:
         """As in `WeightSource`."""

@@ -49,7 +49,7 @@ class _Stored:
         return self.data[first:last].flatten()[start - offset : stop - offset]
 
 
-class CheckpointWeights:
+class CheckpointWeights(WeightSource):
     """A `WeightSource` over a Hugging Face folder.
 
     Args:
@@ -84,7 +84,7 @@ class CheckpointWeights:
         if self.unexpected:
             warn_once(f"{folder} holds tensors that {type(model).__name__} has no place for: {_some(self.unexpected)}")
 
-    def read(self, name: str, dtype: torch.dtype, flat: tuple[int, int] | None = None) -> torch.Tensor:
+    def view(self, name: str, flat: tuple[int, int] | None = None) -> torch.Tensor:
         """The value of a parameter or persistent buffer, as in `ds_trainer.models.source.WeightSource`.
 
         With `flat` a tensor that only changes its name on load is read by the rows that hold the range; one that is
@@ -95,12 +95,12 @@ class CheckpointWeights:
             value = self._buffers[name]
         elif recipe.converter is None:
             stored = self._files[recipe.sources[0][1]]
-            return _own(stored.whole() if flat is None else stored.flat(*flat), dtype)
+            return stored.whole() if flat is None else stored.flat(*flat)
         else:
             if flat is not None:
                 warn_once(f"tensors made by {recipe.operations} on load are read whole by every rank, one at a time")
             value = recipe.run(lambda source: self._files[source].whole(), self._twin)[name]
-        return _own(value if flat is None else value.flatten()[flat[0] : flat[1]], dtype)
+        return value if flat is None else value.flatten()[flat[0] : flat[1]]
 
     def stored_dtype(self, name: str) -> torch.dtype:
         """Format of the tensor in the file; of the first one where several are merged."""
@@ -185,11 +185,6 @@ def fill_buffers(model: nn.Module, weights: WeightSource, device: torch.device) 
         parent, _, leaf = name.rpartition(".")
         value = weights.read(name, buffer.dtype) if name in persistent else buffer
         setattr(model.get_submodule(parent), leaf, value.to(device))
-
-
-def _own(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A copy that does not keep the file's mapping alive."""
-    return tensor.to(dtype, copy=True, memory_format=torch.contiguous_format)
 
 
 def _open_safetensors(folder: str) -> dict[str, _Stored]:

@@ -2,7 +2,9 @@
 
 The parts were read in DeepSpeed 0.19.8's source and measured at 1, 2 and 4 ranks: unique storages of all live tensors,
 with communication buckets, swap buffers, activations and gathered parameters kept out or near zero. Buckets and swap
-buffers are set in elements rather than by the model: see `ds_trainer.planner.needs`.
+buffers are set in elements rather than by the model: see `ds_trainer.planner.needs`. Nor is what depends on the largest
+parameter counted: at stages 1 and 2 the gradient of one that lies across two ranks' shards is kept whole, and optimizer
+offload has two staging buffers of its size.
 
 Source: Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", section 5.
 """
@@ -117,6 +119,29 @@ def bytes_per_parameter(
     return replace(row, why=f"as in the paper; {row.why}") if row.after_backward == row.paper else row
 
 
+def ddp_bytes_per_parameter(
+    dtype: str, optimizer: str = "adamw", *, gradient_as_bucket_view: bool = True, momentum: bool = False
+) -> MemoryRow:
+    """The row of DDP, which keeps fp32 parameters, gradients and moments whole on every rank.
+
+    Args:
+        dtype: Format of the forward and backward pass.
+        optimizer: Name as in `optimizer.name`.
+        gradient_as_bucket_view: Whether gradients lie in the buckets in which they are reduced, which are never freed;
+            otherwise the buckets come on top.
+        momentum: Whether sgd keeps a momentum.
+    """
+    row = bytes_per_parameter(0, dtype, "fp32", 1, optimizer, momentum=momentum)
+    if not gradient_as_bucket_view:
+        return row
+    lasting = "gradients are views of DDP's buckets, which last"
+    return replace(
+        row,
+        parts=tuple(replace(part, lasting=True) for part in row.parts),
+        why=f"as in the paper; {lasting}" if dtype == "fp32" else f"{row.why}; {lasting}",
+    )
+
+
 @dataclass(frozen=True)
 class _Layout:
     """The arguments of `bytes_per_parameter` and what follows from them."""
@@ -217,6 +242,8 @@ def _why(layout: _Layout) -> str:
         swapped = "; the optimizer's fp32 gradients are a second one" if layout.offload_optimizer != "none" else ""
         return f"{copies}; {lasting}{swapped}" if layout.param_bytes == 4 else f"{lasting}{swapped}"
     if layout.offload_optimizer != "none":
-        return "the host keeps fp32 gradients and a buffer for the way back besides masters and moments, all lasting"
+        kept = "the host keeps fp32 gradients and a buffer for the way back besides masters and moments, all lasting"
+        whole = f"; the device keeps whole {layout.grad_dtype} sums until the step"
+        return kept + whole if layout.stage == 1 and layout.is_mixed else kept
     freed = "other ranks' gradients are freed once reduced, a rank's own by the step"
     return f"{copies}; {freed}" if layout.param_bytes == 4 else freed

@@ -7,33 +7,30 @@ from dataclasses import replace
 from ds_trainer.config.resolved import ResolvedConfig
 from ds_trainer.config.schema import RunConfig
 from ds_trainer.config.zero_keys import OFFLOAD_STAGES
-from ds_trainer.planner.memory import DTYPE_BYTES, MemoryRow, Part, bytes_per_parameter
+from ds_trainer.planner.memory import DTYPE_BYTES, MemoryRow, Part, bytes_per_parameter, ddp_bytes_per_parameter
 
 
 def row_of(resolved: ResolvedConfig) -> MemoryRow:
-    """The row of the table for a run."""
+    """The row of the table for a run; an engine that is not built in is taken to keep what stage 0 keeps."""
     config = resolved.config
-    zero, precision = config.zero, config.precision
-    dtype = precision.dtype or "fp32"
+    zero, precision, optimizer = config.zero, config.precision, config.optimizer
+    dtype, momentum = precision.dtype or "fp32", config.optimizer.momentum > 0
+    if config.parallel.engine == "ddp":
+        return ddp_bytes_per_parameter(
+            dtype, optimizer.name, gradient_as_bucket_view=config.ddp.gradient_as_bucket_view, momentum=momentum
+        )
     is_zero = config.parallel.engine == "deepspeed"
-    row = bytes_per_parameter(
+    return bytes_per_parameter(
         zero.stage if is_zero else 0,
         dtype,
         precision.grad_dtype or dtype,
         resolved.data_ranks,
-        config.optimizer.name,
+        optimizer.name,
         zero.offload_optimizer.device if is_zero else "none",
         zero.offload_param.device if is_zero else "none",
         accumulation=config.batch.accumulation or 1,
-        momentum=config.optimizer.momentum > 0,
+        momentum=momentum,
     )
-    return _with_gradients_in_buckets(row) if config.parallel.engine == "ddp" and config.ddp.gradient_as_bucket_view else row
-
-
-def _with_gradients_in_buckets(row: MemoryRow) -> MemoryRow:
-    """DDP keeps what stage 0 keeps, but its gradients are views of buckets, and those last."""
-    parts = tuple(replace(part, lasting=True) for part in row.parts)
-    return replace(row, parts=parts, why=row.why.replace("gradients are freed by the step", ""))
 
 
 def rows_by_stage(resolved: ResolvedConfig) -> dict[tuple[int, str], MemoryRow]:
@@ -70,7 +67,7 @@ def _at(config: RunConfig, stage: int, grad_dtype: str) -> RunConfig:
 
 
 def buffers(config: RunConfig, num_parameters: int, data_ranks: int) -> list[Part]:
-    """Buffers of one rank whose size the config sets in elements; `size` is in bytes here, not per parameter.
+    """Buffers of one rank that the table leaves out; `size` is in bytes here, not per parameter.
 
     Args:
         config: A resolved config.
@@ -78,6 +75,8 @@ def buffers(config: RunConfig, num_parameters: int, data_ranks: int) -> list[Par
         data_ranks: Ranks over which state is sharded.
     """
     zero, precision = config.zero, config.precision
+    if config.parallel.engine == "ddp" and not config.ddp.gradient_as_bucket_view:
+        return [Part("gradient buckets", 4 * num_parameters)]
     if config.parallel.engine != "deepspeed" or zero.stage == 0:
         return []
     param_bytes = DTYPE_BYTES[precision.dtype or "fp32"]

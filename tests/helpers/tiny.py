@@ -50,7 +50,6 @@ def samples(n: int = 8, seed: int = 1, lengths=(4, 5, 6, 7, 40, 44, 48, 60), voc
 def oracle(model: torch.nn.Module, rows: list[dict]) -> tuple[float, float, dict[str, torch.Tensor]]:
     """Loss, gradient norm and gradients of one process on one batch: the sum over label tokens by their number."""
     longest = max(len(row["input_ids"]) for row in rows)
-    total, loss_sum = 0, torch.zeros(())
     ids = torch.tensor([row["input_ids"] + [0] * (longest - len(row["input_ids"])) for row in rows])
     mask = torch.tensor([[1] * len(row["input_ids"]) + [0] * (longest - len(row["input_ids"])) for row in rows])
     labels = torch.tensor([row["labels"] + [-100] * (longest - len(row["labels"])) for row in rows])
@@ -62,6 +61,6 @@ def oracle(model: torch.nn.Module, rows: list[dict]) -> tuple[float, float, dict
     )
     loss = loss_sum / total
     loss.backward()
-    grads = {name: p.grad.clone() for name, p in model.named_parameters()}
+    grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     norm = torch.sqrt(sum((g.double() ** 2).sum() for g in grads.values()))
     return loss.item(), norm.item(), grads

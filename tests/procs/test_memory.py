@@ -40,8 +40,18 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "zero3-cpu": ("zero3", PARTITIONED | {"offload_optimizer": HOST}),
     "zero3-cpu-params": ("zero3", PARTITIONED | {"offload_optimizer": HOST, "offload_param": HOST}),
 }
-ON_FP32_PARAMETERS = ("ddp", "ddp-copies", "zero0")
-"""Layouts that run bf16 under autocast, and so have no bf16 gradients to keep."""
+CELLS = {
+    "fp32": ({"dtype": "fp32"}, list(LAYOUTS), 1),
+    "fp32-accumulated": ({"dtype": "fp32"}, ["zero2-cpu"], 2),
+    "bf16": ({"dtype": "bf16"}, list(LAYOUTS), 1),
+    # Without ZeRO bf16 runs under autocast on fp32 parameters, and has no bf16 gradients to keep.
+    "bf16-gradients": (
+        {"dtype": "bf16", "grad_dtype": "bf16"},
+        [name for name, (engine, _) in LAYOUTS.items() if engine not in ("ddp", "zero0")],
+        1,
+    ),
+}
+"""Precision, layouts, accumulation: gradients are fp32 unless said."""
 
 
 class Reading(Callback):
@@ -106,19 +116,9 @@ def measure(out: Path, precision: dict, layouts: list[str], accumulation: int) -
     return measured, expected
 
 
-@pytest.mark.parametrize(
-    ("dtype", "grad_dtype", "accumulation"),
-    [("fp32", "fp32", 1), ("fp32", "fp32", 2), ("bf16", "fp32", 1), ("bf16", "fp32", 2), ("bf16", "bf16", 1)],
-)
-def test_live_tensors_equal_the_table_within_three_percent(world, tmp_path, dtype, grad_dtype, accumulation):
-    layouts = [name for name in LAYOUTS if grad_dtype == "fp32" or name not in ON_FP32_PARAMETERS]
-    precision = {"dtype": dtype, "grad_dtype": grad_dtype}
+@pytest.mark.parametrize("cells", CELLS)
+def test_live_tensors_equal_the_table_within_three_percent(world, tmp_path, cells):
+    precision, layouts, accumulation = CELLS[cells]
     for measured, expected in world(measure, 2, tmp_path, precision, layouts, accumulation):
-        for layout in layouts:
-            print(dtype, grad_dtype, accumulation, layout, measured[layout], expected[layout])
-        wrong = {
-            name: (measured[name], expected[name])
-            for name in layouts
-            if measured[name] != pytest.approx(expected[name], rel=0.03)
-        }
-        assert not wrong
+        wrong = {name for name in layouts if measured[name] != pytest.approx(expected[name], rel=0.03)}
+        assert not wrong, f"{measured} instead of {expected}"

@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ds_trainer.trainer import Trainer
 from tests.helpers.checkpoints import VOCAB, make_checkpoint
-from tests.helpers.runs import D8, collate, largest_difference, run_config, weights
+from tests.helpers.runs import D8, collate, largest_difference, make_trainer, run_config, weights
 from tests.helpers.tiny import oracle, tiny_llama
 
 ENGINES = ["ddp", "zero2", "zero3"]
@@ -73,3 +73,28 @@ def grow(engine, out, multiple):
     trainer = Trainer(config=config, train_dataset=rows)
     first = weights(trainer)
     return first, trainer.train().loss
+
+
+@pytest.mark.parametrize("engine", ["ddp", "zero1", "zero2", "zero3"])
+def test_frozen_parameters_stay_and_are_exported_with_the_others(world, tmp_path, engine):
+    model = frozen_llama()
+    loss, norm, gradients = oracle(model, D8)
+    expected = {name: p.detach() - gradients.get(name, 0.0) for name, p in model.named_parameters()}
+    for got_loss, got_norm, final in world(train_frozen, 2, engine, tmp_path):
+        assert (got_loss, got_norm) == pytest.approx((loss, norm), rel=1e-6)
+        assert largest_difference(final, expected) <= 1e-6
+    assert load_file(tmp_path / "model" / "model.safetensors").keys() == expected.keys()
+
+
+def frozen_llama():
+    model = tiny_llama(tied=False)
+    model.model.embed_tokens.requires_grad_(False)
+    return model
+
+
+def train_frozen(engine, out):
+    trainer = make_trainer(engine, out, model=frozen_llama(), checkpoint={"export": True})
+    state = trainer.train()
+    owned = {piece.name for piece in trainer.engine.parameter_layout()}
+    assert owned == trainer.engine.state().keys() and "model.embed_tokens.weight" not in owned
+    return state.loss, state.grad_norm, weights(trainer)

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from ds_trainer.callbacks import Callback
-from tests.helpers.runs import ENGINES, make_trainer, weights
-from tests.helpers.tiny import tiny_llama
+from tests.helpers.runs import D8, ENGINES, make_trainer, weights
+from tests.helpers.tiny import oracle, tiny_llama
 
 BF16 = {"dtype": "bf16"}
 
@@ -30,6 +30,20 @@ def dtypes_of_state(engine, out):
     trainer.train()
     dtypes = {name: {key: t.dtype for key, t in of.items()} for name, of in trainer.engine.state().items()}
     return dtypes, trainer.run.facts.compute_dtype
+
+
+@pytest.mark.case("B1", "B8")
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_loss_and_the_norm_in_bf16_are_those_of_one_process_in_fp32(world, tmp_path, engine):
+    loss, norm, _ = oracle(tiny_llama(), D8)
+    for got in world(one_step, 2, engine, tmp_path):
+        assert got == pytest.approx((loss, norm), rel=2e-2)
+        assert got[0] != pytest.approx(loss, rel=1e-7), "bf16 must act"
+
+
+def one_step(engine, out):
+    state = make_trainer(engine, out, precision=BF16).train()
+    return state.loss, state.grad_norm
 
 
 class Scale(nn.Module):

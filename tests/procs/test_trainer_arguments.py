@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
-from ds_trainer.errors import ConfigError
+from ds_trainer.errors import ConfigError, DataError
 from ds_trainer.trainer import Trainer
 from tests.helpers.runs import D8, collate, largest_difference, make_trainer, run_config, weights
 from tests.helpers.tiny import oracle, tiny_llama
@@ -153,3 +153,15 @@ def without_data(out):
         trainer.train()
     with pytest.raises(ConfigError, match="data.eval"):
         trainer.evaluate()
+
+
+@pytest.mark.case("A9")
+def test_a_stream_is_refused_as_training_data(world, tmp_path):
+    for text in world(train_on_stream, 2, tmp_path):
+        assert "the train data set is a list_iterator" in text and "map-style" in text
+
+
+def train_on_stream(out):
+    with pytest.raises(DataError) as caught:
+        make_trainer("ddp", out, rows=iter(D8))
+    return str(caught.value)

@@ -94,7 +94,7 @@ def test_show_prints_the_cost_table_with_the_papers_figure_and_why(write, capsys
 def test_a_run_of_another_engine_has_one_row():
     machine = Machine(2, "cpu", ("fp32",), "no bf16")
     (row,) = cost_rows(resolve(*load_config({"parallel": {"engine": "ddp"}}), machine))
-    assert row[:4] == ("0, this run", "fp32", "16", "12")
+    assert row[:4] == ("0, this run", "fp32", "16", "16")
 
 
 def test_check_reports_every_kind_of_fault_at_once_and_exits_with_2(write, capsys):

@@ -98,10 +98,16 @@ def test_another_data_set_is_gone_through_once_in_its_order():
     assert other.vocab_size == 15
 
 
-def test_a_filler_without_labels_is_refused():
+@pytest.mark.parametrize("step", [0, 1], ids=["samples", "filler"])
+def test_a_batch_without_labels_is_refused(step):
     lone = loader(collate_fn=lambda features: {"pixels": torch.zeros(1)}, data_rank=1, data_ranks=2)
-    with pytest.raises(DataError, match="returns no labels"):
-        next(lone.step(1))
+    with pytest.raises(DataError, match=r"returns no labels .* only \['pixels'\]"):
+        next(lone.step(step))
+
+
+def test_a_stream_to_predict_on_is_refused():
+    with pytest.raises(DataError, match="the test data set is a list_iterator"):
+        loader().over(iter(SAMPLES))
 
 
 def test_ids_beyond_the_embedding_and_sequences_beyond_the_positions_name_the_samples():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ds_trainer.planner.memory import bytes_per_parameter
+from ds_trainer.planner.memory import bytes_per_parameter, ddp_bytes_per_parameter
 
 
 @pytest.mark.parametrize(
@@ -45,6 +45,7 @@ def test_the_table_says_what_was_measured_without_offload(stage, dtype, grad_dty
         (2, "bf16", "fp32", 2, 2, 13, 11),
         (2, "bf16", "fp32", 4, 2, 7.5, 6.5),
         (1, "bf16", "fp32", 2, 2, 15, 11),
+        (1, "bf16", "fp32", 4, 1, 10.5, 6.5),
         (3, "fp32", "fp32", 2, 1, 12, 12),
         (3, "fp32", "fp32", 4, 2, 6, 6),
         (3, "bf16", "fp32", 2, 2, 11, 11),
@@ -55,6 +56,15 @@ def test_the_table_says_what_was_measured_with_the_optimizer_on_the_host(
 ):
     row = bytes_per_parameter(stage, dtype, grad_dtype, ranks, offload_optimizer="cpu", accumulation=accumulation)
     assert (row.after_backward, row.after_step) == (after_backward, after_step)
+
+
+@pytest.mark.parametrize(("views", "after_step"), [(True, 16), (False, 12)])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_ddp_keeps_fp32_whole_and_its_gradients_as_long_as_its_buckets(dtype, views, after_step):
+    row = ddp_bytes_per_parameter(dtype, gradient_as_bucket_view=views)
+    assert (row.after_backward, row.after_step) == (16, after_step)
+    assert ("buckets, which last" in row.why) is views
+    assert ("autocast" in row.why) is (dtype == "bf16")
 
 
 def test_swap_files_hold_masters_moments_and_gradients_and_the_parameters_if_asked():

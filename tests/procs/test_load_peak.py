@@ -1,0 +1,72 @@
+"""Host memory while a checkpoint is loaded: under ZeRO-3 no rank ever holds the whole model."""
+
+from __future__ import annotations
+
+import shutil
+from math import prod
+from pathlib import Path
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import save_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tests.helpers.rss import rss_anon_peak
+from tests.helpers.runs import make_trainer
+
+
+class Loaded(Exception):
+    """The last weight is in place and there is no optimizer yet."""
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """Folder of a fp32 checkpoint of 210M parameters in tensors of at most 1.4% of it."""
+    folder = tmp_path_factory.mktemp("checkpoint")
+    config = LlamaConfig(
+        hidden_size=1024,
+        intermediate_size=2816,
+        num_hidden_layers=16,
+        num_attention_heads=16,
+        vocab_size=4096,
+        max_position_embeddings=128,
+        tie_word_embeddings=True,
+    )
+    config.save_pretrained(folder)
+    with torch.device("meta"):
+        shapes = {name: tuple(p.shape) for name, p in LlamaForCausalLM(config).named_parameters()}
+    assert sum(map(prod, shapes.values())) > 200e6
+    random = np.random.default_rng(0)
+    tensors = {name: random.random(shape, dtype=np.float32) for name, shape in shapes.items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    yield folder
+    shutil.rmtree(folder)
+
+
+def load_peak(out: Path, checkpoint: Path, engine: str) -> float:
+    """Peak of this rank's anonymous memory above that before the run, as a share of the fp32 model."""
+    from ds_trainer import assembly
+
+    batch = {"micro_size": None, "accumulation": 1}
+    stop = patch.object(assembly, "make_optimizer", side_effect=Loaded)
+    with stop, rss_anon_peak() as peak, pytest.raises(Loaded):
+        make_trainer(engine, out, model=checkpoint, batch=batch)
+    return peak.bytes / (checkpoint / "model.safetensors").stat().st_size
+
+
+@pytest.mark.case("E1")
+@pytest.mark.parametrize(("ranks", "limit"), [(2, 0.75), (4, 0.45)])
+def test_no_rank_holds_more_than_its_share_of_the_model_under_zero_3(world, tmp_path, checkpoint, ranks, limit):
+    peaks = world(load_peak, ranks, tmp_path, checkpoint, "zero3")
+    print(peaks)
+    assert all(1 / ranks <= peak < limit for peak in peaks), peaks
+
+
+@pytest.mark.case("E1")
+@pytest.mark.parametrize("engine", ["zero0", "zero1","zero2"])
+def test_a_replicated_model_is_held_once_by_each_rank_while_it_is_loaded(world, tmp_path, checkpoint, engine):
+    peaks = world(load_peak, 2, tmp_path, checkpoint, engine)
+    print(peaks)
+    assert all(1 <= peak < 1.1 for peak in peaks), peaks
