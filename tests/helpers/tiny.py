@@ -23,15 +23,13 @@ def tiny_llama(
         hidden_size=hidden,
         intermediate_size=intermediate or 2 * hidden,
         num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
         vocab_size=vocab,
         max_position_embeddings=128,
         tie_word_embeddings=tied,
         pad_token_id=0,
         bos_token_id=1,
         eos_token_id=2,
-        **extra,
+        **{"num_attention_heads": 4, "num_key_value_heads": 2, **extra},
     )
     return LlamaForCausalLM(config)
 

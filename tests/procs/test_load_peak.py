@@ -60,13 +60,11 @@ def load_peak(out: Path, checkpoint: Path, engine: str) -> float:
 @pytest.mark.parametrize(("ranks", "limit"), [(2, 0.75), (4, 0.45)])
 def test_no_rank_holds_more_than_its_share_of_the_model_under_zero_3(world, tmp_path, checkpoint, ranks, limit):
     peaks = world(load_peak, ranks, tmp_path, checkpoint, "zero3")
-    print(peaks)
     assert all(1 / ranks <= peak < limit for peak in peaks), peaks
 
 
 @pytest.mark.case("E1")
-@pytest.mark.parametrize("engine", ["zero0", "zero1","zero2"])
+@pytest.mark.parametrize("engine", ["zero0", "zero1", "zero2"])
 def test_a_replicated_model_is_held_once_by_each_rank_while_it_is_loaded(world, tmp_path, checkpoint, engine):
     peaks = world(load_peak, 2, tmp_path, checkpoint, engine)
-    print(peaks)
     assert all(1 <= peak < 1.1 for peak in peaks), peaks

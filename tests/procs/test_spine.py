@@ -140,19 +140,16 @@ def test_one_rank_equals_plain_torch(world, reference, tmp_path, cell):
 @pytest.mark.parametrize("cell", MAIN)
 def test_four_ranks_equal_one_process(world, reference, tmp_path, cell):
     optimizer, folder = reference
-    if optimizer == "sgd" and cell.endswith("cpu"):
-        pytest.skip("covered at 2 ranks; four ranks on two cores are for the main combinations")
     proofs = world(run_cell, 4, folder, tmp_path, 4, optimizer, CELLS[cell])
     check_mechanism(cell, optimizer, proofs, ranks=4)
 
 
 @pytest.mark.nvme
 @pytest.mark.case("E6")
+@pytest.mark.parametrize("reference", ["adamw"], indirect=True)
 @pytest.mark.parametrize("what", ["optimizer", "params", "both"])
 def test_nvme_equals_one_process_and_its_files_hold_the_bytes(world, reference, tmp_path, nvme, what):
     optimizer, folder = reference
-    if optimizer == "sgd":
-        pytest.skip("DeepSpeed swaps Adam's states only")
     section = {"device": "nvme", "nvme_path": str(nvme)}
     cpu = {"device": "cpu"}
     zero = {
@@ -176,12 +173,11 @@ def test_nvme_equals_one_process_and_its_files_hold_the_bytes(world, reference, 
     assert list(nvme.iterdir()) == [], "swap files are removed at the end"
 
 
+@pytest.mark.parametrize("reference", ["sgd"], indirect=True)
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("cell", ["ddp", "zero2"])
 def test_a_planted_fault_turns_the_spine_red(world, reference, tmp_path, fault, cell):
     optimizer, folder = reference
-    if optimizer == "adamw":
-        pytest.skip("one optimizer is enough to see red")
     with pytest.raises(RankFailed, match="is off by"):
         world(run_cell, 2, folder, tmp_path, 2, optimizer, CELLS[cell], fault)
 
