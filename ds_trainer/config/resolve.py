@@ -12,7 +12,7 @@ from ds_trainer.config.resolved import Machine, ResolvedConfig
 from ds_trainer.config.rules import check_machine, no_effect_warnings
 from ds_trainer.config.schema import RunConfig
 from ds_trainer.config.to_deepspeed import to_deepspeed
-from ds_trainer.config.zero_resolve import ModelSize, derive_zero
+from ds_trainer.config.zero_resolve import ModelSize, check_parameter_buffer, derive_zero
 from ds_trainer.config.zero_rules import no_effect_of_zero
 from ds_trainer.errors import ConfigError, ConfigErrors
 from ds_trainer.models.spec import ModelSpec
@@ -39,7 +39,8 @@ def resolve(
         largest_parameter: Elements of its largest parameter; None: the spec's.
 
     Raises:
-        ConfigErrors: The batch numbers contradict, the machine lacks something, or `native.deepspeed` contradicts.
+        ConfigErrors: The batch numbers contradict, the machine lacks something, a buffer is smaller than the model's
+            largest parameter, or `native.deepspeed` contradicts.
     """
     size = ModelSize(
         num_parameters or (spec.num_parameters if spec else 0) or None,
@@ -62,6 +63,7 @@ def resolve(
             derived.get(key, (value(config, key), ""))[0] for key in ("precision.dtype", "precision.grad_dtype")
         )
         derived |= derive_zero(config.zero, dtypes, origins, machine, size)
+        errors += check_parameter_buffer(config.zero, origins, machine, size)
     elif config.parallel.engine == "ddp" and config.ddp.find_unused_parameters is None:
         derived["ddp.find_unused_parameters"] = (False, "every parameter of a causal LM takes part in the loss")
     if errors:

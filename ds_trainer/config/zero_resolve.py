@@ -9,6 +9,7 @@ from typing import Any
 from ds_trainer.config.resolved import Machine
 from ds_trainer.config.schema import ZeroConfig
 from ds_trainer.config.zero_keys import IGNORED_BY_BF16_OPTIMIZER, STAGES, uses_bf16_optimizer
+from ds_trainer.errors import ConfigError
 
 Derived = dict[str, tuple[Any, str]]
 """Dotted key -> value and reason."""
@@ -40,6 +41,27 @@ class ModelSize:
     num_parameters: int | None = None
     largest_parameter: int | None = None
     hidden_size: int | None = None
+
+
+def check_parameter_buffer(
+    zero: ZeroConfig, origins: Mapping[str, str], machine: Machine, size: ModelSize
+) -> list[ConfigError]:
+    """A swap buffer into which a parameter does not fit: DeepSpeed stops at it while the model is loaded."""
+    part, largest = zero.offload_param, size.largest_parameter
+    if part.device != "nvme" or part.buffer_size is None or largest is None:
+        return []
+    needed = -(-largest // machine.world)
+    if part.buffer_size >= needed:
+        return []
+    return [
+        ConfigError(
+            f"zero.offload_param.buffer_size is {part.buffer_size} "
+            f"({origins.get('zero.offload_param.buffer_size', 'default')}), and the largest parameter has {largest} "
+            "elements",
+            f"a buffer holds one rank's part of any parameter: {needed} elements on {machine.world} ranks",
+            f"remove zero.offload_param.buffer_size, or set it to {needed} or more",
+        )
+    ]
 
 
 def derive_zero(

@@ -26,6 +26,7 @@ from ds_trainer.engines.base import EngineFacts, OptimizerFactory, StepOutcome
 from ds_trainer.engines.clip import clip_by_norm, global_norm
 from ds_trainer.engines.dtypes import DTYPE_NAMES, TORCH_DTYPES
 from ds_trainer.engines.measure import content_hash, devices, grouped_parameters, state_tensors, storage_bytes
+from ds_trainer.engines.nvme_gradients import check_gradient_offsets
 from ds_trainer.engines.zero3_load import load_partitioned
 from ds_trainer.engines.zero_state import load_wide_masters, owned_slices, read_state
 from ds_trainer.errors import EngineError
@@ -98,7 +99,7 @@ class DeepSpeedEngine:
         """Builds the optimizer and DeepSpeed's engine around it.
 
         Raises:
-            EngineError: DeepSpeed never read a key of its JSON.
+            EngineError: DeepSpeed never read a key of its JSON, or would read gradients from NVMe wrongly.
         """
         trainable = [(n, p) for n, p in self._model.named_parameters() if p.requires_grad]
         recorder = ReadRecorder(self.native)
@@ -112,6 +113,8 @@ class DeepSpeedEngine:
                 "a key that is set must have an effect",
                 "remove it from native.deepspeed, or install a DeepSpeed that knows it",
             )
+        if getattr(self.module.optimizer, "swap_optimizer", False):
+            check_gradient_offsets(self.module.optimizer)
         if self.stage > 0 and self._param_dtype != torch.float32:
             load_wide_masters(self.module, trainable, self.stage, self._weights)
         del self._weights

@@ -15,28 +15,31 @@ import pytest
 
 from ds_trainer import log
 from ds_trainer.callbacks import Callback
-from ds_trainer.errors import MachineError
+from ds_trainer.errors import EngineError, MachineError
 from ds_trainer.planner.needs import row_of
 from tests.helpers.runs import make_trainer, weights
 from tests.helpers.tiny import tiny_llama
 
 pytestmark = [pytest.mark.nvme, pytest.mark.case("E6")]
 
-SHAPES = {
-    # An embedding four times as large as anything else, and as the buffers that the config gives.
-    "large embedding": {"hidden": 512, "layers": 1, "vocab": 4099, "intermediate": 1100},
-    # Matrices of 33 x 16001 and 65 x 33 elements: shards that fill neither a block of the drive nor a word.
-    "odd sizes": {
-        "hidden": 33,
-        "layers": 1,
-        "vocab": 65,
-        "intermediate": 16001,
-        "num_attention_heads": 3,
-        "num_key_value_heads": 1,
-        "head_dim": 8,
-    },
-    "tiny": {},
+# Matrices of 33 x 16001 and 65 x 33 elements: shards that fill neither a block of the drive nor a word.
+ODD = {
+    "hidden": 33,
+    "layers": 1,
+    "vocab": 65,
+    "intermediate": 16001,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
 }
+CASES: dict[str, tuple[dict[str, int], dict[str, int]]] = {
+    # An embedding four times as large as anything else, and as the buffers that the config gives.
+    "large embedding": ({"hidden": 512, "layers": 1, "vocab": 4099, "intermediate": 1100}, {}),
+    "odd sizes": (ODD, {"sub_group_size": 1}),
+    "odd sizes in one sub-group": (ODD, {}),
+    "tiny": ({}, {}),
+}
+"""Shape of the model, and what its config says beyond `ZERO`."""
 ZERO = {
     "stage": 3,
     "reduce_bucket_size": 600_000,
@@ -71,27 +74,29 @@ class Witness(Callback):
         self.bytes.append(trainer.engine.facts().nvme_bytes)
 
 
-def train(out: Path, shape: str, optimizer: dict, param: dict, meet: tuple[Path, ...] = ()) -> dict[str, Any]:
+def train(out: Path, case: str, optimizer: dict, param: dict, meet: tuple[Path, ...] = ()) -> dict[str, Any]:
     """Three steps on this rank; returns hashes of all weights and what is known of the swap files."""
-    witness = Witness(meet)
+    witness, (shape, zero) = Witness(meet), CASES[case]
     trainer = make_trainer(
         "zero3",
         out,
-        model=tiny_llama(**SHAPES[shape]),
+        model=tiny_llama(**shape),
         given={"callbacks": [witness]},
         optimizer={"name": "adamw", "lr": 1e-2},
         run={"max_steps": 3, "epochs": 3},
-        zero={**ZERO, "offload_optimizer": optimizer, "offload_param": param},
+        zero={**ZERO, **zero, "offload_optimizer": optimizer, "offload_param": param},
     )
     before = hashes(trainer)
     trainer.train()
+    sections = trainer.engine.native["zero_optimization"].values()
+    swaps = {Path(part["nvme_path"]) for part in sections if isinstance(part, dict) and "nvme_path" in part}
     found = {
         "before": before,
         "weights": hashes(trainer),
         "bytes": witness.bytes,
         "expected": row_of(trainer.run.resolved).nvme * sum(p.ds_numel for p in trainer.run.model.parameters()),
         "said": list(log._seen),
-        "folders": {path.parts[-2] for path in out.parent.glob("nvme/ds_trainer-*/rank*/zero_stage_3/*/rank*")},
+        "folders": {path.parts[-2] for swap in swaps for path in swap.glob("zero_stage_3/*/rank*")},
     }
     trainer.close()
     return found
@@ -101,8 +106,8 @@ def hashes(trainer: Any) -> dict[str, str]:
     return {name: hashlib.sha256(value.numpy().tobytes()).hexdigest() for name, value in weights(trainer).items()}
 
 
-def on(folder: Path, **more: Any) -> dict:
-    return {"device": "nvme", "nvme_path": str(folder), **more}
+def on(folder: Path) -> dict:
+    return {"device": "nvme", "nvme_path": str(folder)}
 
 
 @contextmanager
@@ -124,23 +129,29 @@ def small_drive(folder: Path, *options: str) -> Iterator[Path]:
         subprocess.run(["umount", str(mounted)], check=True)
 
 
-def refused(out: Path, shape: str, optimizer: dict, param: dict) -> str:
+def refused(out: Path, case: str, optimizer: dict, param: dict) -> str:
     """The error that ends a run on this rank before its first step."""
-    with pytest.raises(MachineError) as caught:
-        train(out, shape, optimizer, param)
+    with pytest.raises((EngineError, MachineError)) as caught:
+        train(out, case, optimizer, param)
     return str(caught.value)
 
 
-@pytest.mark.parametrize("shape", ["large embedding", "odd sizes"])
-def test_three_runs_in_a_row_equal_cpu_offload_bit_for_bit_and_leave_nothing(world, tmp_path, nvme, shape):
-    (expected, _) = world(train, 2, tmp_path / "out", shape, CPU, CPU)
+@pytest.mark.parametrize("case", ["large embedding", "odd sizes"])
+def test_three_runs_in_a_row_equal_cpu_offload_bit_for_bit_and_leave_nothing(world, tmp_path, nvme, case):
+    (expected, _) = world(train, 2, tmp_path / "out", case, CPU, CPU)
     assert all(expected["weights"][name] != value for name, value in expected["before"].items())
     for optimizer, param in ((on(nvme), CPU), (CPU, on(nvme)), (on(nvme), on(nvme))):
-        for got in world(train, 2, tmp_path / "out", shape, optimizer, param):
+        for got in world(train, 2, tmp_path / "out", case, optimizer, param):
             assert got["weights"] == expected["weights"]
             swapped = {"optimizer": optimizer, "float32params": param}
             assert got["folders"] == {name for name, section in swapped.items() if section != CPU}
         assert list(nvme.iterdir()) == []
+
+
+def test_gradients_that_would_be_read_back_wrongly_are_refused(world, tmp_path, nvme):
+    for error in world(refused, 2, tmp_path / "out", "odd sizes in one sub-group", on(nvme), CPU):
+        assert "264017 elements per rank begins at element 2129" in error
+        assert "set zero.sub_group_size to 1" in error
 
 
 def test_swap_files_grow_in_the_first_step_and_then_hold_the_tables_bytes(world, tmp_path, nvme):

@@ -144,6 +144,18 @@ def test_swapped_parameters_get_buffers_of_their_largest_shard_and_leave_host_me
     assert result.config.zero.offload_param.pin_memory is False
 
 
+@pytest.mark.case("E6")
+def test_a_swap_buffer_smaller_than_the_largest_shard_is_refused():
+    def run(elements):
+        part = {"device": "nvme", "nvme_path": "/n", "buffer_size": elements}
+        return resolved({"zero": {"stage": 3, "offload_param": part}}, num_parameters=100, largest_parameter=7)
+
+    assert run(4).config.zero.offload_param.buffer_size == 4
+    with pytest.raises(ConfigErrors, match="largest parameter has 7 elements") as error:
+        run(3)
+    assert "set it to 4 or more" in str(error.value)
+
+
 def test_host_memory_is_pinned_and_communication_overlapped_with_a_gpu_only():
     raw = {"zero": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
     for machine, expected in ((CPU, False), (GPU, True)):
