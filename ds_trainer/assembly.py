@@ -124,7 +124,7 @@ def assemble(config: RunConfig, origins: dict[str, str], given: Ingredients) -> 
         spec = None if given.model is not None else _read_spec(config)
         sizes = _sizes(spec, given.model)
         resolved = resolve(config, origins, machine, spec, *sizes)
-        _check_before_loading(resolved, sizes[0], grid)
+        _check_before_loading(resolved, *sizes, grid)
     _seed(config.run.seed, grid.rank)
     with agreed(mesh):
         tokenizer = given.processing_class or _tokenizer(config, spec, required=given.data_collator is None)
@@ -180,10 +180,12 @@ def _export_dtype(config: RunConfig, model: nn.Module | None, spec: ModelSpec | 
     return TORCH_DTYPES[names.get(formats.most_common(1)[0][0], "fp32") if formats else "fp32"]
 
 
-def _check_before_loading(resolved: ResolvedConfig, num_parameters: int | None, grid: Grid) -> None:
+def _check_before_loading(
+    resolved: ResolvedConfig, num_parameters: int | None, largest_parameter: int | None, grid: Grid
+) -> None:
     for text in resolved.warnings:
         warn_once(text)
-    check_machine(resolved, num_parameters, grid)
+    check_machine(resolved, num_parameters, grid, largest_parameter)
     ensure_ops(required_ops(resolved))
 
 

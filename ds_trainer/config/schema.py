@@ -153,7 +153,7 @@ class ZeroConfig(Section):
     allgather_bucket_size: PositiveInt | None = None
     """Elements gathered at once (stages 1 and 2); None: 5e8, never more than the model."""
     sub_group_size: PositiveInt | None = None
-    """Elements updated at once (stage 3); None: 1e9, never more than the model."""
+    """Elements updated at once (stage 3); None: 1e9, never more than the model, or 1 with an nvme optimizer."""
     stage3_prefetch_bucket_size: NonNegativeInt | None = None
     """Elements fetched ahead (stage 3); None: 5e7, never more than the model."""
     stage3_param_persistence_threshold: NonNegativeInt | None = None

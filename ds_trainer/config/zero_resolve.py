@@ -99,7 +99,7 @@ def derive_zero(
             derived[f"zero.{name}.pin_memory"] = _on_gpu(
                 machine, "copies to the GPU faster", "there is no GPU to copy to"
             )
-    return derived | _nvme_parameters(zero, machine, size)
+    return derived | _nvme_optimizer(zero) | _nvme_parameters(zero, machine, size)
 
 
 def _clamped(zero: ZeroConfig, name: str, origins: Mapping[str, str], elements: int | None) -> tuple[int, str] | None:
@@ -118,6 +118,13 @@ def _clamped(zero: ZeroConfig, name: str, origins: Mapping[str, str], elements: 
 
 def _on_gpu(machine: Machine, why: str, why_not: str) -> tuple[bool, str]:
     return (True, why) if machine.device == "cuda" else (False, why_not)
+
+
+def _nvme_optimizer(zero: ZeroConfig) -> Derived:
+    if zero.offload_optimizer.device != "nvme" or zero.sub_group_size is not None:
+        return {}
+    why = "each parameter by itself: swap buffers hold the largest one, and each gradient begins on a block of its file"
+    return {"zero.sub_group_size": (1, why)}
 
 
 def _nvme_parameters(zero: ZeroConfig, machine: Machine, size: ModelSize) -> Derived:

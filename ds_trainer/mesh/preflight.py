@@ -18,7 +18,9 @@ from ds_trainer.planner.memory import DTYPE_BYTES, Part
 from ds_trainer.planner.needs import buffers, row_of
 
 
-def check_machine(resolved: ResolvedConfig, num_parameters: int | None, grid: Grid) -> None:
+def check_machine(
+    resolved: ResolvedConfig, num_parameters: int | None, grid: Grid, largest_parameter: int | None = None
+) -> None:
     """Checks NVMe paths, host memory and the output folder.
 
     Every rank calls it. What ranks of a node share is checked by the first of them: a second one would count what the
@@ -28,6 +30,7 @@ def check_machine(resolved: ResolvedConfig, num_parameters: int | None, grid: Gr
         resolved: The run's config.
         num_parameters: Elements of the model, a tied parameter counted once; None: not known, no size is checked.
         grid: This rank's place.
+        largest_parameter: Elements of its largest parameter; None: not known.
 
     Raises:
         MachineError: The run cannot work on this machine.
@@ -35,7 +38,7 @@ def check_machine(resolved: ResolvedConfig, num_parameters: int | None, grid: Gr
     num_parameters = num_parameters or 0
     if grid.local_rank == 0:
         check_nvme(resolved, num_parameters, grid.local_world)
-        check_host_memory(resolved, num_parameters, grid.local_world)
+        check_host_memory(resolved, num_parameters, grid.local_world, largest_parameter or 0)
     if grid.rank == 0:
         check_output_dir(resolved, num_parameters)
 
@@ -105,7 +108,9 @@ def has_direct_io(folder: Path) -> bool:
         os.unlink(name)
 
 
-def check_host_memory(resolved: ResolvedConfig, num_parameters: int, local_ranks: int) -> None:
+def check_host_memory(
+    resolved: ResolvedConfig, num_parameters: int, local_ranks: int, largest_parameter: int = 0
+) -> None:
     """Checks that parameters, gradients, optimizer state and buffers of this node's ranks fit into host memory.
 
     Activations, which depend on the data, come on top and are not counted.
@@ -113,7 +118,7 @@ def check_host_memory(resolved: ResolvedConfig, num_parameters: int, local_ranks
     Raises:
         MachineError: They do not fit.
     """
-    parts = host_parts(resolved, num_parameters)
+    parts = host_parts(resolved, num_parameters, largest_parameter)
     needed = sum(part.size for part in parts) * local_ranks
     free, bound = available_bytes()
     if needed <= free:
@@ -127,12 +132,12 @@ def check_host_memory(resolved: ResolvedConfig, num_parameters: int, local_ranks
     )
 
 
-def host_parts(resolved: ResolvedConfig, num_parameters: int) -> list[Part]:
+def host_parts(resolved: ResolvedConfig, num_parameters: int, largest_parameter: int = 0) -> list[Part]:
     """What one rank keeps in host memory at its peak; `size` is in bytes."""
     row = row_of(resolved)
     kept = [Part(part.name, part.size * num_parameters, part.place) for part in row.parts]
     kept += [Part("gradients not yet reduced", row.transient * num_parameters)]
-    kept += buffers(resolved.config, num_parameters, resolved.data_ranks)
+    kept += buffers(resolved.config, num_parameters, resolved.data_ranks, largest_parameter)
     wanted = {"device", "host"} if resolved.machine.device == "cpu" else {"host"}
     return [part for part in kept if part.place in wanted]
 
