@@ -75,7 +75,7 @@ def _print(resolved: ResolvedConfig, ranks: list[EngineFacts], same_hash: str | 
         _per_rank([f.param_bytes for f in ranks]),
         first.param_device,
         first.optimizer,
-        _per_rank([f.optimizer_bytes for f in ranks]),
+        _per_rank([f.optimizer_bytes for f in ranks]) if first.optimizer_bytes else "states, made in the first step,",
         first.optimizer_device,
         f"; swap files: {_per_rank([f.nvme_bytes for f in ranks])}" if any(f.nvme_bytes for f in ranks) else "",
     )

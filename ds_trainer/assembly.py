@@ -44,6 +44,7 @@ from ds_trainer.models.source import ModuleWeights, WeightSource
 from ds_trainer.models.spec import ModelSpec, read_spec
 from ds_trainer.models.weights import CheckpointWeights
 from ds_trainer.optim import LOOK_AT_WHOLE_TENSORS, make_optimizer
+from ds_trainer.output import claimed
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,7 @@ class Run:
     mesh: Mesh
     model: Any
     tokenizer: Any
+    splits: Splits
     engine: Engine
     loss: LossFunction
     train_loader: BatchLoader | None
@@ -147,7 +149,7 @@ def assemble(config: RunConfig, origins: dict[str, str], given: Ingredients) -> 
     engine.module.train()
     with agreed(mesh):
         facts = check_asked_is_got(resolved, engine, mesh)
-    return Run(resolved, mesh, model, tokenizer, engine, loss, train_loader, eval_loader, facts, export_dtype)
+    return Run(resolved, mesh, model, tokenizer, splits, engine, loss, train_loader, eval_loader, facts, export_dtype)
 
 
 def _read_spec(config: RunConfig) -> ModelSpec:
@@ -186,6 +188,9 @@ def _check_before_loading(
     for text in resolved.warnings:
         warn_once(text)
     check_machine(resolved, num_parameters, grid, largest_parameter)
+    if grid.rank == 0:
+        with claimed(Path(resolved.config.run.output_dir)):
+            pass  # Told before the model is loaded; held from the first step on.
     ensure_ops(required_ops(resolved))
 
 

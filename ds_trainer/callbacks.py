@@ -129,5 +129,8 @@ class PlotCallback(Callback):
         """Draws."""
         from ds_trainer.plots import plot_run
 
-        for path in plot_run(self._metrics_path, self._folder):
-            get_logger().info("picture: %s", path)
+        try:
+            for path in plot_run(self._metrics_path, self._folder):
+                get_logger().info("picture: %s", path)
+        except OSError as error:
+            get_logger().warning("warning: no picture: %s", error)

@@ -86,4 +86,12 @@ def exit_on_user_error(debug: bool = False) -> Iterator[None]:
         same_everywhere = error.agreed or isinstance(error, ConfigError)
         if not same_everywhere or os.environ.get("LOCAL_RANK", "0") == "0":
             print(f"\nerror: {error}", file=sys.stderr, flush=True)
+        _leave_process_group()
         sys.exit(2)
+
+
+def _leave_process_group() -> None:
+    """Ends the group's threads, if torch is loaded: left to the interpreter's end they sometimes abort the process."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_initialized():
+        distributed.destroy_process_group()

@@ -54,7 +54,7 @@ class NonFinitePolicy:
             return
         if not self._skips:
             samples = self._sampler.global_batch(step)
-            self._stop(f"the gradient of step {step + 1} is not finite, its loss is (samples {samples})", step)
+            self._stop(f"the gradient of step {step + 1} is not finite though its loss is (samples {samples})", step)
         if self._in_a_row > self._run.max_skipped_steps:
             self._stop(f"{self._in_a_row} steps in a row, up to step {step + 1}, were not finite", step)
 

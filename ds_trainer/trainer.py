@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from ds_trainer.mesh.memory import peak_memory_bytes
 from ds_trainer.metrics import EvalMetrics, WindowMean
 from ds_trainer.non_finite import NonFinitePolicy
 from ds_trainer.optim import lr_factor
+from ds_trainer.output import METRICS, MODEL, claimed, set_aside_earlier_run
 from ds_trainer.state import TrainerState
 
 ConfigSource = str | Path | dict | RunConfig | tuple[RunConfig, dict[str, str]]
@@ -65,6 +67,7 @@ class Trainer:
         callbacks: Sequence[Callback] = (),
         optimizers: tuple[torch.optim.Optimizer | None, Any | None] = (None, None),
     ) -> None:
+        _check_callbacks(callbacks)
         run_config, origins = _loaded(config, model)
         optimizer, self._lr_scheduler = optimizers
         given = Ingredients(
@@ -102,7 +105,7 @@ class Trainer:
         if not self.is_world_process_zero:
             return []
         folder = Path(self.config.run.output_dir)
-        metrics = folder / "metrics.jsonl"
+        metrics = folder / METRICS
         built_in: list[Callback] = [ProgressCallback(self.config.logging.progress_bar), MetricsCallback(metrics)]
         return [*built_in, PlotCallback(metrics, folder)] if self.config.logging.plots else built_in
 
@@ -118,6 +121,21 @@ class Trainer:
                 "training needs data.train or Trainer(train_dataset=...)",
                 "set data.train to json, jsonl or parquet files",
             )
+        with self._output_folder():
+            self._train()
+        return self.state
+
+    @contextmanager
+    def _output_folder(self) -> Iterator[None]:
+        """Holds the output folder on rank 0 and sets an earlier run's metrics aside."""
+        with ExitStack() as stack:
+            with agreed(self.run.mesh):
+                if self.is_world_process_zero:
+                    stack.enter_context(claimed(Path(self.config.run.output_dir)))
+                    set_aside_earlier_run(Path(self.config.run.output_dir))
+            yield
+
+    def _train(self) -> None:
         try:
             self._call("on_train_begin")
             self._evaluate_if(self.config.evaluation.at_start)
@@ -125,15 +143,14 @@ class Trainer:
                 self.train_step()
                 every = self.config.evaluation.every_steps
                 self._evaluate_if(every is not None and self.state.global_step % every == 0)
+            if self.config.checkpoint.export:
+                self.save_model()  # Before anything else that could fail: there is no way back to these weights.
             self._evaluate_if(self.config.evaluation.at_end)
             self._call("on_train_end")
             self._report_idle_steps()
         finally:
             for callback in self.callbacks:
                 callback.close()
-        if self.config.checkpoint.export:
-            self.save_model()
-        return self.state
 
     def _report_idle_steps(self) -> None:
         for count, what in (
@@ -235,19 +252,18 @@ class Trainer:
         return {"eval_loss": result.loss, **extra}
 
     def predict(self, test_dataset: Any) -> Any:
-        """Logits of a data set of tokenised samples, in its order.
+        """Logits of a data set, in its order.
 
         Args:
-            test_dataset: Map-style data set of samples that the collator takes.
+            test_dataset: Data set of the same kind of records as the training data.
 
         Returns:
             transformers' `PredictionOutput`, the same on every rank: predictions and label ids padded with -100.
         """
         from transformers.trainer_utils import PredictionOutput
 
-        like = self.run.eval_loader or self.run.train_loader
-        assert like is not None
-        result = self._evaluate_on(like.over(test_dataset), collect=True)
+        loader = self.run.splits.test(test_dataset)
+        result = self._evaluate_on(loader, collect=True)
         assert result.predictions is not None
         metrics = {f"test_{k}": float(v) for k, v in prediction_metrics(result, self._compute_metrics).items()}
         return PredictionOutput(result.predictions, result.label_ids, {"test_loss": result.loss, **metrics})
@@ -261,7 +277,7 @@ class Trainer:
         Args:
             output_dir: Folder; None: `<run.output_dir>/model`.
         """
-        folder = Path(output_dir or Path(self.config.run.output_dir) / "model")
+        folder = Path(output_dir or Path(self.config.run.output_dir) / MODEL)
         with agreed(self.run.mesh):
             export_model(
                 self.engine.full_parameters(),
@@ -293,3 +309,13 @@ def _loaded(config: ConfigSource | None, model: Any) -> tuple[RunConfig, dict[st
         run_config = run_config.model_copy(update={"model": section})
         origins = origins | {"model.path": f"Trainer(model=...){said}"}
     return run_config, origins
+
+
+def _check_callbacks(callbacks: Sequence[Any]) -> None:
+    strangers = [type(callback).__name__ for callback in callbacks if not isinstance(callback, Callback)]
+    if strangers:
+        raise ConfigError(
+            f"callbacks holds {', '.join(strangers)}",
+            "a callback is a ds_trainer.Callback: what transformers' callbacks are given does not exist here",
+            "subclass ds_trainer.Callback; its methods have the same names and get the trainer",
+        )

@@ -37,6 +37,7 @@ LEVELS = {
     "callbacks": 4,
     "evaluation": 4,
     "non_finite": 4,
+    "output": 4,
     "progress": 4,
     "state": 4,
     "trainer": 4,

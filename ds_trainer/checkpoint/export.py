@@ -208,7 +208,7 @@ def _require_space(folder: Path, twin: PreTrainedModel) -> None:
     needed = sum(p.nbytes for p in twin.parameters())
     free = shutil.disk_usage(folder).free
     if free < needed:
-        raise OSError(f"{needed / 1e9:.1f} GB are needed, {free / 1e9:.1f} GB are free")
+        raise OSError(f"{needed / 1e6:,.1f} MB are needed, {free / 1e6:,.1f} MB are free")
 
 
 def _check(folder: Path, twin: PreTrainedModel) -> None:

@@ -36,6 +36,12 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _number_of_ranks(text: str) -> int:
+    if not text.isdecimal() or not 1 <= len(text) <= 6 or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text} is no number of ranks: give 1 or more")
+    return int(text)
+
+
 def _add_config(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(handler="ds_trainer.cli.config")
     actions = parser.add_subparsers(dest="action", required=True)
@@ -48,7 +54,9 @@ def _add_config(parser: argparse.ArgumentParser) -> None:
         action.add_argument("config", help="the run's JSON")
         action.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key")
         action.add_argument("--deepspeed_config", metavar="DS.JSON", help="DeepSpeed JSON (native.deepspeed)")
-        action.add_argument("--world", type=int, default=1, metavar="N", help="number of ranks (default: 1)")
+        action.add_argument(
+            "--world", type=_number_of_ranks, default=1, metavar="N", help="number of ranks (default: 1)"
+        )
         action.add_argument("--device", choices=("cpu", "cuda"), help="kind of device (default: this machine's)")
         action.add_argument("--debug", action="store_true", help="show the traceback of an error")
     translate = actions.choices["translate"]

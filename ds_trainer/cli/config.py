@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -24,6 +25,17 @@ from ds_trainer.planner.needs import rows_by_stage
 
 def run(args: argparse.Namespace) -> int:
     """Runs one action; the handler of `ds-trainer config`."""
+    try:
+        code = _act(args)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader (`| head`) has seen enough. Python flushes once more at exit, which must not fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    return code
+
+
+def _act(args: argparse.Namespace) -> int:
     match args.action:
         case "show":
             return _show(args)
@@ -93,7 +105,8 @@ def _show(args: argparse.Namespace) -> int:
     from rich.table import Column, Table
 
     resolved = _resolved(args)
-    console = Console()
+    # A pipe or a file has no width to fit: each key stays on one line, so that grep finds it.
+    console = Console(width=None if sys.stdout.isatty() else 1000)
     title = f"{args.config} on {args.world} x {resolved.machine.device}"
     value, reason = Column("value", overflow="fold"), Column("where from, or why", overflow="fold")
     table = Table(Column("key", no_wrap=True), value, reason, title=title)

@@ -72,7 +72,8 @@ def _values(field: Mapping[str, Any]) -> str:
 
 def _bounds(field: Mapping[str, Any]) -> Iterator[str]:
     signs = {"exclusiveMinimum": ">", "minimum": "≥", "exclusiveMaximum": "<", "maximum": "≤"}
-    return (f"{sign} {field[name]:g}" for name, sign in signs.items() if name in field)
+    bounds = ((sign, field[name]) for name, sign in signs.items() if name in field)
+    return (f"{sign} {bound:,}" if isinstance(bound, int) else f"{sign} {bound:g}" for sign, bound in bounds)
 
 
 def _engine(keys: list[str], engine: str) -> str:

@@ -7,13 +7,14 @@ twice on the command line, a DeepSpeed JSON against `native.deepspeed`) are refu
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from difflib import get_close_matches
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import ValidationError
 
@@ -24,6 +25,8 @@ from ds_trainer.errors import ConfigError, ConfigErrors
 
 Source = str | Path | Mapping[str, Any] | RunConfig
 
+MAX_DEPTH = 32
+MAX_DIGITS = 400
 _TYPE_OF_ERROR: dict[str, tuple[type, ...]] = {"int_type": (int,), "float_type": (int, float), "bool_type": (bool,)}
 
 
@@ -103,8 +106,16 @@ def load_json(path: str | Path) -> dict[str, Any]:
     """
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: {error}", "a config is a readable JSON file", "give the path of one") from None
+    except OSError as error:
+        raise ConfigError(
+            f"{path}: {error.strerror}", "a config is a readable JSON file", "give the path of one"
+        ) from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{path} is not UTF-8 text: byte {error.object[error.start]:#04x} at position {error.start}",
+            "a config is JSON in UTF-8",
+            f"save {path} as UTF-8",
+        ) from None
     try:
         raw = _parse_json(text)
     except json.JSONDecodeError as error:
@@ -129,9 +140,31 @@ class _JsonFault(ValueError):
 
 
 def _parse_json(text: str) -> Any:
-    return json.loads(
-        text, object_pairs_hook=_unique_keys, parse_constant=_refuse_constant, parse_float=_integer_if_exponent
-    )
+    try:
+        tree = json.loads(
+            text,
+            object_pairs_hook=_unique_keys,
+            parse_constant=_refuse_constant,
+            parse_float=_integer_if_exponent,
+            parse_int=_short_integer,
+        )
+    except RecursionError:
+        raise _too_deep() from None
+    level = [tree]
+    for _ in range(MAX_DEPTH):
+        level = [child for node in level for child in _children(node)]
+    if level:
+        raise _too_deep()
+    return tree
+
+
+def _children(node: Any) -> Iterable[Any]:
+    return node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
+
+
+def _too_deep() -> _JsonFault:
+    rule = f"a config nests objects and lists at most {MAX_DEPTH} deep"
+    return _JsonFault(f"JSON nested more than {MAX_DEPTH} deep", rule, "remove the superfluous brackets")
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -147,9 +180,18 @@ def _refuse_constant(text: str) -> float:
     raise _JsonFault(f"{text} is not a number", "JSON knows finite numbers only", f"replace {text}")
 
 
+def _short_integer(text: str) -> int:
+    if len(text) > MAX_DIGITS:
+        raise _JsonFault(f"an integer of {len(text)} digits", f"a number has at most {MAX_DIGITS} digits", "shorten it")
+    return int(text)
+
+
 def _integer_if_exponent(text: str) -> int | float:
     number = float(text)
-    return int(number) if "e" in text.lower() and number.is_integer() else number
+    if math.isinf(number):
+        raise _JsonFault(f"{text} is too large a number", "a number is at most 1.8e308", f"replace {text}")
+    is_count = "e" in text.lower() and number.is_integer() and abs(number) < 2**63
+    return int(number) if is_count else number
 
 
 def merge_native(raw: Mapping[str, Any], path: str | Path, name: str = "config") -> dict[str, Any]:
@@ -242,6 +284,8 @@ def _validate(raw: dict[str, Any], places: Mapping[str, str]) -> tuple[RunConfig
         return RunConfig.model_validate_json(text), [], set()
     except ValidationError as error:
         details = error.errors(include_url=False)
+    if details[0]["type"] == "json_invalid":  # such as half of a surrogate pair, which Python's reader lets through
+        raise ConfigError(details[0]["msg"], "a config is valid JSON, and its text valid Unicode", "mend that text")
     pruned, errors, bad_keys = deepcopy(raw), [], set()
     for path, faults in groupby(details, key=lambda detail: _leaf_path(detail["loc"])):
         key = ".".join(map(str, path))
@@ -274,7 +318,7 @@ def _wrong_value(
     key: str, first: Mapping[str, Any], faults: Iterable[Mapping[str, Any]], places: Mapping[str, str]
 ) -> ConfigError:
     item = first["input"]
-    rules = dict.fromkeys(_rule(fault) for fault in faults)
+    rules = dict.fromkeys(_rule(key, fault) for fault in faults)
     return ConfigError(
         f"{key} is {_json(item)} ({_kind(item)}){_in(key, places)}",
         f"{key} must be {' or '.join(rules)}",
@@ -282,9 +326,18 @@ def _wrong_value(
     )
 
 
-def _rule(fault: Mapping[str, Any]) -> str:
-    if fault["type"] in ("missing", "too_long", "too_short"):
-        return "a list of the right length"
+def _rule(key: str, fault: Mapping[str, Any]) -> str:
+    match fault["type"]:
+        case "missing" | "too_long":  # of a list with a fixed length: nothing else is required or bounded above
+            return f"a list of {len(get_args(leaf_fields()[key].annotation))} numbers"
+        case "too_short":
+            return "a list that is not empty"
+        case "string_too_short":
+            return "a string that is not empty"
+        case "greater_than_equal":
+            return f"at least {fault['ctx']['ge']}"
+        case "less_than_equal":
+            return f"at most {fault['ctx']['le']}"
     return str(fault["msg"]).removeprefix("Input should be ")
 
 

@@ -10,18 +10,22 @@ from pathlib import Path
 from ds_trainer.config.schema import RunConfig
 from ds_trainer.errors import ConfigError
 
-_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 
 def check_files(config: RunConfig) -> list[ConfigError]:
     """One error for every local path of the config that is missing or cannot be used."""
-    return [*_model(config), *_data(config), *_drives(config)]
+    return [*_model(config), *_data(config), *_written(config)]
 
 
 def _model(config: RunConfig) -> Iterator[ConfigError]:
     for key, path in (("model.path", config.model.path), ("model.tokenizer", config.model.tokenizer)):
         if path and not Path(path).expanduser().is_dir() and not _HUB_ID.fullmatch(path):
-            yield ConfigError(f"{key} is {path}, which does not exist", "it is a folder or a hub id", f"set {key}")
+            yield ConfigError(
+                f"{key} is {path}: there is no folder {os.path.abspath(Path(path).expanduser())}",
+                "it is a folder, seen from the working directory, or a hub id",
+                f"set {key}",
+            )
 
 
 def _data(config: RunConfig) -> Iterator[ConfigError]:
@@ -33,17 +37,26 @@ def _data(config: RunConfig) -> Iterator[ConfigError]:
     for key, paths in named.items():
         for path in (paths,) if isinstance(paths, str) else paths or ():
             if not Path(path).is_file():
-                yield ConfigError(f"{key} names {path}, which is no file", "data is read from files", f"set {key}")
+                yield ConfigError(
+                    f"{key} names {path}: there is no file {os.path.abspath(path)}",
+                    "data is read from files, seen from the working directory",
+                    f"set {key}",
+                )
 
 
-def _drives(config: RunConfig) -> Iterator[ConfigError]:
-    for section in ("offload_optimizer", "offload_param"):
-        path = getattr(config.zero, section).nvme_path
-        if path and not os.access(_existing(Path(path)), os.W_OK):
+def _written(config: RunConfig) -> Iterator[ConfigError]:
+    named = {
+        "run.output_dir": config.run.output_dir,
+        "data.cache_dir": config.data.cache_dir,
+        "zero.offload_optimizer.nvme_path": config.zero.offload_optimizer.nvme_path,
+        "zero.offload_param.nvme_path": config.zero.offload_param.nvme_path,
+    }
+    for key, path in named.items():
+        if path and not (os.access(place := _existing(Path(path)), os.W_OK) and place.is_dir()):
             yield ConfigError(
-                f"zero.{section}.nvme_path is {path}, which cannot be written",
-                "each rank writes its swap files there",
-                f"set zero.{section}.nvme_path to a folder that can be written",
+                f"{key} is {path}, which cannot be written",
+                "the run writes files below that folder",
+                f"set {key} to a folder that can be written",
             )
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
+from ds_trainer.config.asked import Asked
 from ds_trainer.config.batch import solve_batch
 from ds_trainer.config.keys import leaf_values, value
 from ds_trainer.config.resolved import Machine, ResolvedConfig
@@ -39,8 +40,8 @@ def resolve(
         largest_parameter: Elements of its largest parameter; None: the spec's.
 
     Raises:
-        ConfigErrors: The batch numbers contradict, the machine lacks something, a buffer is smaller than the model's
-            largest parameter, or `native.deepspeed` contradicts.
+        ConfigErrors: The batch numbers contradict, the machine lacks something, samples would be longer than the
+            model's positions, a buffer is smaller than its largest parameter, or `native.deepspeed` contradicts.
     """
     size = ModelSize(
         num_parameters or (spec.num_parameters if spec else 0) or None,
@@ -48,7 +49,7 @@ def resolve(
         spec.hidden_size if spec else None,
     )
     data_ranks = machine.world
-    errors = check_machine(config, origins, machine)
+    errors = [*check_machine(config, origins, machine), *_beyond_positions(config, origins, spec)]
     derived = _precision(config, machine) | _lengths(config, machine)
     try:
         batch = solve_batch(config.batch, data_ranks)
@@ -109,6 +110,16 @@ def total_steps(num_samples: int | None, global_size: int, epochs: int | None, m
             "set run.max_steps",
         )
     return min(bounds)
+
+
+def _beyond_positions(config: RunConfig, origins: Mapping[str, str], spec: ModelSpec | None) -> Iterator[ConfigError]:
+    positions = spec.max_positions if spec else None
+    if positions and (config.data.max_length or 0) > positions:
+        yield ConfigError(
+            f"{Asked(config, origins).says('data.max_length')}, the model has {positions} positions",
+            "a sample may not be longer than the model's positions",
+            f"set data.max_length to at most {positions}",
+        )
 
 
 def _precision(config: RunConfig, machine: Machine) -> dict[str, tuple[Any, str]]:

@@ -9,10 +9,17 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-PositiveInt = Annotated[int, Field(gt=0)]
-NonNegativeInt = Annotated[int, Field(ge=0)]
+# The upper bounds are beyond any real run; a slip of the keyboard ends here and not in a C++ conversion error.
+PositiveInt = Annotated[int, Field(gt=0, le=10**9)]
+NonNegativeInt = Annotated[int, Field(ge=0, le=10**9)]
+BatchSize = Annotated[int, Field(gt=0, le=10**6)]
+Elements = Annotated[int, Field(gt=0, le=10**12)]
+ElementsOrZero = Annotated[int, Field(ge=0, le=10**12)]
+Threshold = Annotated[int, Field(ge=0, le=2**63 - 1)]
+"""Elements; DeepSpeed's own "no bound" is the largest int64."""
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
-Paths = str | tuple[str, ...]
+Name = Annotated[str, Field(min_length=1)]
+Paths = Name | Annotated[tuple[Name, ...], Field(min_length=1)]
 
 
 class Section(BaseModel):
@@ -26,15 +33,15 @@ class Section(BaseModel):
 class ModelConfig(Section):
     """Which checkpoint is trained, and how its modules run."""
 
-    path: str | None = None
+    path: Name | None = None
     """Folder of a Hugging Face checkpoint, or a hub id; may be left out only when `Trainer(model=instance)` is used."""
-    revision: str | None = None
+    revision: Name | None = None
     """Branch, tag or commit of a hub id."""
-    tokenizer: str | None = None
+    tokenizer: Name | None = None
     """Folder or hub id of the tokenizer; None: the checkpoint's own."""
-    auto_class: str = "AutoModelForCausalLM"
+    auto_class: Name = "AutoModelForCausalLM"
     """Transformers auto class that builds the model."""
-    attn_implementation: str | None = None
+    attn_implementation: Name | None = None
     """Attention kernel by its transformers name (`eager`, `sdpa`, `flash_attention_2`); None: transformers' choice."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass instead of keeping them."""
@@ -55,26 +62,26 @@ class DataConfig(Section):
     """Training files (json, jsonl, parquet); may be left out only when `Trainer(train_dataset=...)` is used."""
     eval: Paths | None = None
     """Evaluation files."""
-    max_length: PositiveInt | None = None
+    max_length: Annotated[int, Field(ge=2, le=10**9)] | None = None
     """Longest sample in tokens; None: what the model's positions and the tokenizer allow."""
     on_too_long: Literal["truncate", "drop", "error"] = "truncate"
     """What happens to a sample longer than `max_length`."""
     max_affected_fraction: Fraction = 0.5
     """Largest share of samples that may be truncated, dropped or left without a supervised token."""
-    chat_template: str | None = None
+    chat_template: Name | None = None
     """File with a Jinja chat template, used instead of the tokenizer's."""
-    cache_dir: str | None = None
+    cache_dir: Name | None = None
     """Folder of the tokenised data; None: `ds_trainer/` below the Hugging Face cache."""
     shuffle: bool = True
     """Draw a new permutation of the samples each epoch, from `run.seed`."""
-    preview_samples: NonNegativeInt = 2
+    preview_samples: Annotated[int, Field(ge=0, le=1000)] = 2
     """Samples whose supervised text is printed at the start."""
 
 
 class ParallelConfig(Section):
     """Which engine runs the step."""
 
-    engine: str = "deepspeed"
+    engine: Name = "deepspeed"
     """Engine plug-in: `deepspeed`, `ddp`, or one registered under the entry-point group `ds_trainer.engines`."""
 
 
@@ -83,11 +90,11 @@ class OffloadOptimizerConfig(Section):
 
     device: Literal["none", "cpu", "nvme"] = "none"
     """`cpu` from stage 1, `nvme` from stage 3."""
-    nvme_path: str | None = None
+    nvme_path: Name | None = None
     """Folder on the NVMe drive; each run and rank uses a sub-folder of its own, removed at the end."""
     pin_memory: bool | None = None
     """Page-locked host buffers; None: on with a GPU."""
-    buffer_count: PositiveInt = 4
+    buffer_count: Annotated[int, Field(gt=0, le=10**4)] = 4
     """Buffers that swap optimizer states (nvme)."""
     pipeline_read: bool = False
     """Read the next sub-group while this one is updated (nvme)."""
@@ -102,15 +109,15 @@ class OffloadParamConfig(Section):
 
     device: Literal["none", "cpu", "nvme"] = "none"
     """Stage 3 only."""
-    nvme_path: str | None = None
+    nvme_path: Name | None = None
     """Folder on the NVMe drive; each run and rank uses a sub-folder of its own, removed at the end."""
     pin_memory: bool | None = None
     """Page-locked host buffers; None: on with a GPU."""
-    buffer_count: PositiveInt | None = None
+    buffer_count: Annotated[int, Field(gt=0, le=10**4)] | None = None
     """Buffers that swap parameters (nvme); None: DeepSpeed's 5, more where a module needs them."""
-    buffer_size: PositiveInt | None = None
+    buffer_size: Elements | None = None
     """Elements in a buffer (nvme); None: the model's largest parameter on a rank."""
-    max_in_cpu: NonNegativeInt | None = None
+    max_in_cpu: ElementsOrZero | None = None
     """Elements kept in host memory rather than on the drive (nvme); None: 0."""
 
 
@@ -119,9 +126,9 @@ class AioConfig(Section):
 
     block_size: PositiveInt = 1048576
     """Bytes per request."""
-    queue_depth: PositiveInt = 8
+    queue_depth: Annotated[int, Field(gt=0, le=2**16)] = 8
     """Requests in flight."""
-    intra_op_parallelism: PositiveInt = 1
+    intra_op_parallelism: Annotated[int, Field(gt=0, le=1024)] = 1
     """Threads per request."""
     single_submit: bool = False
     """Submit requests one by one."""
@@ -148,21 +155,21 @@ class ZeroConfig(Section):
     """Reduce-scatter instead of all-reduce."""
     round_robin_gradients: bool = False
     """Spread gradient copies of optimizer offload over the ranks (stages 1 and 2)."""
-    reduce_bucket_size: PositiveInt | None = None
+    reduce_bucket_size: Elements | None = None
     """Elements reduced at once; None: 5e8, never more than the model."""
-    allgather_bucket_size: PositiveInt | None = None
+    allgather_bucket_size: Elements | None = None
     """Elements gathered at once (stages 1 and 2); None: 5e8, never more than the model."""
-    sub_group_size: PositiveInt | None = None
+    sub_group_size: Elements | None = None
     """Elements updated at once (stage 3); None: 1e9, never more than the model, or 1 with an nvme optimizer."""
-    stage3_prefetch_bucket_size: NonNegativeInt | None = None
+    stage3_prefetch_bucket_size: ElementsOrZero | None = None
     """Elements fetched ahead (stage 3); None: 5e7, never more than the model."""
-    stage3_param_persistence_threshold: NonNegativeInt | None = None
+    stage3_param_persistence_threshold: Threshold | None = None
     """Parameters smaller than this stay gathered (stage 3); None: 1e5, or 10 x hidden size when that is known."""
-    stage3_model_persistence_threshold: NonNegativeInt | None = None
+    stage3_model_persistence_threshold: Threshold | None = None
     """Most elements that stay gathered for good (stage 3); None: no bound."""
-    stage3_max_live_parameters: NonNegativeInt | None = None
+    stage3_max_live_parameters: Threshold | None = None
     """Elements gathered at a time (stage 3); None: 1e9."""
-    stage3_max_reuse_distance: NonNegativeInt | None = None
+    stage3_max_reuse_distance: Threshold | None = None
     """Keep a parameter that is used again within this many elements (stage 3); None: 1e9."""
     zero_hpz_partition_size: PositiveInt = 1
     """ZeRO++: ranks of the secondary parameter partition (stage 3)."""
@@ -175,7 +182,7 @@ class ZeroConfig(Section):
 class DDPConfig(Section):
     """PyTorch DistributedDataParallel; keys named as its arguments."""
 
-    bucket_cap_mb: PositiveInt = 25
+    bucket_cap_mb: Annotated[int, Field(gt=0, le=10**6)] = 25
     """MiB reduced at once."""
     gradient_as_bucket_view: bool = True
     """Gradients are views of the buckets: one copy less."""
@@ -185,14 +192,14 @@ class DDPConfig(Section):
     """The graph never changes between steps."""
     comm_hook: Literal["bf16", "fp16", "powersgd"] | None = None
     """Compression of the gradients on the wire; changes the numbers."""
-    powersgd_rank: PositiveInt = 1
+    powersgd_rank: Annotated[int, Field(gt=0, le=2**16)] = 1
     """Rank of PowerSGD's approximation."""
 
 
 class LossScaleConfig(Section):
     """Dynamic loss scale of fp16; names as in DeepSpeed's `fp16`."""
 
-    initial_scale_power: NonNegativeInt = 16
+    initial_scale_power: Annotated[int, Field(ge=0, le=64)] = 16
     """The scale starts at two to this power."""
     loss_scale_window: PositiveInt = 1000
     """Steps without overflow before the scale doubles."""
@@ -218,11 +225,11 @@ class PrecisionConfig(Section):
 class BatchConfig(Section):
     """global_size = micro_size x accumulation x data ranks: any that determine the rest suffice."""
 
-    global_size: PositiveInt | None = None
+    global_size: BatchSize | None = None
     """Samples per optimizer step over all ranks."""
-    micro_size: PositiveInt | None = None
+    micro_size: BatchSize | None = None
     """Samples per forward pass of one rank."""
-    accumulation: PositiveInt | None = None
+    accumulation: BatchSize | None = None
     """Forward passes of one rank per optimizer step."""
 
 
@@ -238,19 +245,19 @@ class OptimizerConfig(Section):
 
     name: Literal["adamw", "adam", "lion", "sgd", "adafactor"] = "adamw"
     """Adafactor looks beyond one element of a tensor and so runs on the ddp engine only."""
-    lr: Annotated[float, Field(gt=0.0)] = 2e-5
+    lr: Annotated[float, Field(gt=0.0, le=100.0)] = 2e-5
     """Peak learning rate."""
     betas: tuple[float, float] = (0.9, 0.999)
     """Decay of the moments (adamw, adam, lion)."""
-    eps: Annotated[float, Field(gt=0.0)] = 1e-8
+    eps: Annotated[float, Field(ge=1e-30, le=1.0)] = 1e-8
     """Added to the denominator (adamw, adam)."""
-    weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
+    weight_decay: Annotated[float, Field(ge=0.0, le=100.0)] = 0.0
     """Decoupled for adamw and lion, added to the gradient for adam and sgd."""
     momentum: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
     """Momentum (sgd)."""
     decay_norms_and_biases: bool = False
     """Apply weight decay to one-dimensional parameters (norms, biases) too."""
-    max_grad_norm: Annotated[float, Field(ge=0.0)] = 1.0
+    max_grad_norm: Annotated[float, Field(ge=0.0, le=1e12)] = 1.0
     """Clip the global gradient norm to this; 0: no clipping."""
 
 
@@ -272,13 +279,13 @@ class ScheduleConfig(Section):
 class RunSection(Section):
     """How long, where to, from which seed."""
 
-    output_dir: str = "outputs"
+    output_dir: Name = "outputs"
     """Folder for the exported model, the metrics and the plots."""
     epochs: PositiveInt | None = None
     """Passes over the data; None: 1, unless `max_steps` is set."""
     max_steps: PositiveInt | None = None
     """Optimizer steps; the run stops at the first of `epochs` and `max_steps`."""
-    seed: NonNegativeInt = 42
+    seed: Annotated[int, Field(ge=0, le=2**32 - 1)] = 42
     """Seed of the data order and of every random number."""
     device: Literal["cpu", "cuda"] | None = None
     """Device kind; None: cuda where there is one."""
@@ -297,7 +304,7 @@ class EvaluationConfig(Section):
     """Evaluate before the first step."""
     at_end: bool = True
     """Evaluate after the last step."""
-    batch_size: PositiveInt | None = None
+    batch_size: BatchSize | None = None
     """Samples per forward pass of one rank; None: `batch.micro_size`."""
 
 

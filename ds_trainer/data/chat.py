@@ -8,7 +8,7 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from ds_trainer.data.sources import Origin
+from ds_trainer.data.sources import Origin, kind_of
 from ds_trainer.errors import DataError
 
 Span = tuple[int, int]
@@ -133,13 +133,13 @@ def _template(tokenizer: Any, template: str | None, origin: Origin) -> str:
 
 
 def _check(messages: Any, origin: Origin) -> None:
-    faults = [f"messages is a {type(messages).__name__}"] if not isinstance(messages, list) else []
+    faults = [f"messages is {kind_of(messages)}"] if not isinstance(messages, list) else []
     for i, message in enumerate(messages if not faults else []):
         if not isinstance(message, dict):
-            faults.append(f"message {i} is a {type(message).__name__}")
+            faults.append(f"message {i} is {kind_of(message)}")
         else:
             faults += [
-                f"{key!r} of message {i} is a {type(message.get(key)).__name__}"
+                f"{key!r} of message {i} is {kind_of(message.get(key))}"
                 for key in ("role", "content")
                 if not isinstance(message.get(key), str)
             ]

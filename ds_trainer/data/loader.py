@@ -10,7 +10,6 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from ds_trainer.data.sampler import GlobalBatchSampler
-from ds_trainer.data.sources import require_map_style
 from ds_trainer.data.text import IGNORE
 from ds_trainer.errors import DataError
 
@@ -101,21 +100,6 @@ class BatchLoader:
         self.dataset, self.sampler, self.collate_fn = dataset, sampler, collate_fn
         self.vocab_size, self.max_positions = vocab_size, max_positions
         self.input_wait_s = 0.0
-
-    def over(self, dataset: MapDataset) -> BatchLoader:
-        """A loader that goes through another data set once, in its order, in batches of the same shape.
-
-        Raises:
-            DataError: It is not map-style.
-        """
-        require_map_style(dataset, "test")
-        like = self.sampler
-        sampler = GlobalBatchSampler(
-            len(dataset), like.global_size, like.micro_size, like.data_rank, like.data_ranks, shuffle=False
-        )
-        return BatchLoader(
-            dataset, sampler, self.collate_fn, vocab_size=self.vocab_size, max_positions=self.max_positions
-        )
 
     def step(self, k: int) -> Iterator[Batch]:
         """The micro-batches of step `k`, as many on every rank.

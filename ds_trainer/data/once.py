@@ -13,6 +13,7 @@ from ds_trainer.errors import DataError
 from ds_trainer.log import get_logger
 
 POLL_S = 0.2
+PATIENCE_S = 10.0
 
 
 def build_once(target: Path, build: Callable[[Path], None]) -> None:
@@ -38,8 +39,7 @@ def build_once(target: Path, build: Callable[[Path], None]) -> None:
         lock.acquire(timeout=0)
     except Timeout:
         waited = True
-        get_logger().info("waiting for another process to make %s", target)
-        lock.acquire(poll_interval=POLL_S)
+        _wait(lock, target)
     try:
         if target.is_dir():
             return
@@ -49,6 +49,15 @@ def build_once(target: Path, build: Callable[[Path], None]) -> None:
         _build(target, build, failure)
     finally:
         lock.release()
+
+
+def _wait(lock: FileLock, target: Path) -> None:
+    """Waits for the builder, and says so only when it is slow: its own bar is on the same terminal."""
+    try:
+        lock.acquire(timeout=PATIENCE_S, poll_interval=POLL_S)
+    except Timeout:
+        get_logger().info("waiting for another process to make %s", target)
+        lock.acquire(poll_interval=POLL_S)
 
 
 def _build(target: Path, build: Callable[[Path], None], failure: Path) -> None:

@@ -61,7 +61,7 @@ def prepare(
         stats = DataStats()
         samples = _samples(opened, tokenizer, template, limit, data_config, vocab_size, what, stats)
         write(folder, samples, stats)
-        _check(stats, limit, data_config, what)
+        _check(stats, limit, data_config, _name(source, what))
 
     try:
         build_once(target, build)
@@ -83,8 +83,9 @@ def read_chat_template(path: str) -> str:
     try:
         return Path(path).read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise DataError(
-            f"data.chat_template: {path}: {error}",
+            f"data.chat_template: {path}: {reason}",
             "the chat template is a Jinja file in UTF-8",
             "correct the path in data.chat_template",
         ) from error
@@ -140,29 +141,42 @@ def _samples(
 
 def _check_ids(sample: Encoded, vocab_size: int | None, origin: Origin) -> None:
     used = [*sample.input_ids, *(label for label in sample.labels if label != IGNORE)]
-    wrong = [token for token in (min(used), max(used)) if token < 0 or (vocab_size is not None and token >= vocab_size)]
-    if wrong:
+    if min(used) < 0:
         raise DataError(
-            f"{origin}: token id {wrong[0]}, the model's embedding has {vocab_size} rows",
+            f"{origin}: token id {min(used)}",
+            f"ids are 0 or more; a label may also be {IGNORE}",
+            f"mend the record: the label of a token that is not learned is {IGNORE}, and padding has an attention_mask",
+        )
+    if vocab_size is not None and max(used) >= vocab_size:
+        raise DataError(
+            f"{origin}: token id {max(used)}, the model's embedding has {vocab_size} rows",
             f"ids lie between 0 and the number of rows less one; a label may also be {IGNORE}",
             "set model.resize_embeddings to true, or model.tokenizer to the one that belongs to the checkpoint",
         )
 
 
-def _check(stats: DataStats, limit: int | None, data_config: DataConfig, what: str) -> None:
+def _name(source: Any, what: str) -> str:
+    """How error texts call a data set: by its key and, where it is read from files, by those."""
+    paths = [source] if isinstance(source, str | Path) else source
+    if isinstance(paths, list | tuple) and paths and all(isinstance(path, str | Path) for path in paths):
+        return f"data.{what} ({', '.join(map(str, paths))})"
+    return f"data.{what}"
+
+
+def _check(stats: DataStats, limit: int | None, data_config: DataConfig, name: str) -> None:
     """Refuses a data set that is empty, teaches nothing, or lost too much on the way."""
     if stats.records == 0:
-        raise DataError(f"data.{what} has no records", "a data set has at least one record", f"mend data.{what}")
+        raise DataError(f"{name} has no records", "a data set has at least one record", f"give {name} records")
     if stats.label_tokens == 0:
         reason, change = _why_nothing_is_learned(stats, limit)
         raise DataError(
-            f"data.{what}: 0 of {stats.records} samples have supervised tokens: {reason}",
+            f"{name}: 0 of {stats.records} samples have supervised tokens: {reason}",
             "at least one token must be learned",
             change,
         )
     if stats.affected > data_config.max_affected_fraction * stats.records:
         raise DataError(
-            f"data.{what}: {stats.affected} of {stats.records} records were cut, left out or teach nothing ({stats}; "
+            f"{name}: {stats.affected} of {stats.records} records were cut, left out or teach nothing ({stats}; "
             f"the longest length is {limit})",
             f"at most data.max_affected_fraction = {data_config.max_affected_fraction} of them may be",
             "raise data.max_length, mend the records, or raise data.max_affected_fraction",

@@ -34,6 +34,12 @@ class Source:
     records: Callable[[], Iterator[tuple[Record, Origin]]]
 
 
+def kind_of(value: Any) -> str:
+    """Type of a value with its article, for error texts: `an int`, `a str`."""
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
+
+
 def open_source(source: Any, what: str) -> Source:
     """Opens files or a map-style data set.
 
@@ -88,7 +94,7 @@ def require_map_style(dataset: Any, what: str) -> None:
     """
     if isinstance(dataset, Mapping) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise DataError(
-            f"the {what} data set is a {type(dataset).__name__}"
+            f"the {what} data set is {kind_of(dataset)}"
             + (f" with the keys {sorted(map(str, dataset))}" if isinstance(dataset, Mapping) else ""),
             "a data set must be map-style: it has len() and [i]",
             "pass one split, as a list or a datasets.Dataset",
@@ -133,6 +139,8 @@ def _read_json(path: Path) -> Iterator[tuple[Record, Origin]]:
             record, position = decoder.raw_decode(text, start)
         except json.JSONDecodeError as error:
             raise _not_json(f"{path}:{error.lineno}", error) from error
+        except (ValueError, RecursionError) as error:  # a number of thousands of digits, brackets in thousands
+            raise _not_json(f"{path}:{line}", error) from error
         yield record, f"{path}:{line}"
         line += text.count("\n", start, position)
     if start >= len(text):
@@ -157,7 +165,7 @@ def _open_parquet(path: Path) -> pq.ParquetFile:
 def _parse(line: bytes, origin: Origin) -> Record:
     try:
         return json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise _not_json(origin, error) from error
 
 

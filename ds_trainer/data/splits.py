@@ -48,12 +48,18 @@ class Splits:
         seed, shuffle = self.config.run.seed, self.config.data.shuffle
         return self._loader(dataset, batch.global_size, batch.micro_size, seed, shuffle)
 
-    def eval(self, handed: Any) -> BatchLoader | None:
+    def eval(self, handed: Any, what: str = "eval") -> BatchLoader | None:
         """The loader of `handed`, or of `data.eval`, in the data's own order; None where there is neither."""
-        dataset = self._dataset(handed, self.config.data.eval, "eval")
+        dataset = self._dataset(handed, self.config.data.eval, what)
         size = self.config.evaluation.batch_size
         assert size is not None
         return self._loader(dataset, size * self.grid.dp_size, size, seed=0, shuffle=False)
+
+    def test(self, handed: Any) -> BatchLoader:
+        """The loader of a data set to predict on, in its own order, in batches as for evaluation."""
+        loader = self.eval(handed, "test")
+        assert loader is not None
+        return loader
 
     def _loader(self, dataset: Any, global_size: int, micro_size: int, seed: int, shuffle: bool) -> BatchLoader | None:
         if dataset is None:

@@ -9,7 +9,7 @@ from operator import index
 from typing import Any
 
 from ds_trainer.data.chat import encode_chat
-from ds_trainer.data.sources import Origin, Record
+from ds_trainer.data.sources import Origin, Record, kind_of
 from ds_trainer.errors import DataError
 
 IGNORE = -100
@@ -54,7 +54,7 @@ def encode(record: Record, tokenizer: Any, chat_template: str | None, origin: Or
         DataError: The record has a wrong shape, or its conversation cannot be rendered.
     """
     if not isinstance(record, Mapping):
-        raise _wrong_shape(origin, f"the record is a {type(record).__name__}")
+        raise _wrong_shape(origin, f"the record is {kind_of(record)}")
     match {key: value for key, value in record.items() if value is not None}:
         case {"input_ids": input_ids, **rest}:
             return _encode_ids(input_ids, rest, origin)
@@ -71,12 +71,12 @@ def encode(record: Record, tokenizer: Any, chat_template: str | None, origin: Or
         case {"prompt": list(prompt), "completion": list(completion)}:
             return _masked(*encode_chat(prompt + completion, len(prompt), tokenizer, chat_template, origin))
         case {"prompt": prompt, "completion": completion}:
-            raise _wrong_shape(origin, f"prompt is a {type(prompt).__name__}, completion a {type(completion).__name__}")
+            raise _wrong_shape(origin, f"prompt is {kind_of(prompt)}, completion {kind_of(completion)}")
         case {"text": str(text)}:
             ids = _ended(_tokenise(text, tokenizer), tokenizer) if text else []
             return Encoded(ids, list(ids))
         case {"text": text}:
-            raise _wrong_shape(origin, f"text is a {type(text).__name__}")
+            raise _wrong_shape(origin, f"text is {kind_of(text)}")
         case present:
             raise _wrong_shape(origin, f"the record has the keys {sorted(present)}")
 

@@ -17,6 +17,9 @@ from ds_trainer.mesh.swap import remove_leftovers
 from ds_trainer.planner.memory import DTYPE_BYTES, Part
 from ds_trainer.planner.needs import buffers, row_of
 
+_BESIDE_WEIGHTS = 40e6
+"""Bytes left for what an export and a run write beside weights: a large tokenizer takes 33 MB."""
+
 
 def check_machine(
     resolved: ResolvedConfig, num_parameters: int | None, grid: Grid, largest_parameter: int | None = None
@@ -162,7 +165,7 @@ def check_output_dir(resolved: ResolvedConfig, num_parameters: int) -> None:
     export = resolved.config.checkpoint
     if export.export:
         # Without a format of its own the export takes the checkpoint's, which has two bytes at least.
-        size = num_parameters * DTYPE_BYTES[export.export_dtype or "bf16"]
+        size = num_parameters * DTYPE_BYTES[export.export_dtype or "bf16"] + _BESIDE_WEIGHTS
         _require_space(
             path, size, "the exported model", "run.output_dir to a larger drive, or checkpoint.export to false"
         )

@@ -24,8 +24,9 @@ def resolve_folder(path: str, revision: str | None = None, allow_pickle: bool = 
     Raises:
         ModelError: It is neither a folder nor a hub id that the cache or the network has.
     """
-    if Path(path).expanduser().is_dir():
-        return str(Path(path).expanduser())
+    local = Path(path).expanduser()
+    if local.is_dir():
+        return str(local)
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -38,14 +39,16 @@ def resolve_folder(path: str, revision: str | None = None, allow_pickle: bool = 
         pass  # Nothing, or only a part of it (a tokenizer, say), is in the cache.
     except HFValidationError:
         raise _not_found(
-            path, f"there is no folder {os.path.abspath(path)}, and it is not the form of a hub id"
+            path, f"there is no folder {os.path.abspath(local)}, and it is not the form of a hub id"
         ) from None
     try:
         return snapshot_download(path, revision=revision, allow_patterns=patterns)
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise _not_found(
-            path, f"it is neither a folder nor in the local cache, and the hub says: {lines[0]}"
+            path,
+            f"there is no folder {os.path.abspath(local)}, the local cache has no such model, "
+            f"and the hub says: {lines[0]}",
         ) from error
 
 

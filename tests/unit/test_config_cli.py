@@ -168,3 +168,37 @@ def test_a_wrong_config_is_a_text_without_a_traceback_unless_debug_asks_for_it(w
 def test_an_option_is_not_guessed_from_its_first_letters(write, capsys):
     assert exit_code("config", "show", write(), "--wor", "2") == 2
     assert "unrecognized arguments" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("world", ["0", "-2", "two", "9" * 5000])
+def test_a_number_of_ranks_that_is_none_is_refused(write, capsys, world):
+    assert exit_code("config", "check", write(), "--world", world) == 2
+    assert "is no number of ranks: give 1 or more" in capsys.readouterr().err
+
+
+def test_a_reader_that_stops_early_ends_the_command_without_a_word():
+    command = [
+        sys.executable,
+        "-c",
+        "import sys; from ds_trainer.cli import main; sys.exit(main(['config', 'schema']))",
+    ]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as writer:
+        writer.stdout.close()
+        assert writer.stderr.read() == b""
+    assert writer.returncode == 1
+
+
+def test_show_folds_nothing_where_no_terminal_has_a_width(write, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    folder = "a-long-name/" * 20
+    assert exit_code("config", "show", write(run={"output_dir": folder}), "--device", "cpu") == 0
+    assert f'"{folder}"' in capsys.readouterr().out
+
+
+def test_check_names_the_absolute_place_of_a_relative_path(write, capsys, tmp_path):
+    (tmp_path / "a_file").touch()
+    path = write(model={"path": "./nope"}, data={"train": ["a.jsonl", "a_file"]}, run={"output_dir": "a_file/outputs"})
+    assert exit_code("config", "check", path, "--device", "cpu") == 2
+    text = capsys.readouterr().err
+    assert f"there is no folder {tmp_path}/nope" in text and f"there is no file {tmp_path}/a.jsonl" in text
+    assert "run.output_dir is a_file/outputs, which cannot be written" in text

@@ -196,3 +196,75 @@ def test_what_could_be_read_is_kept_beside_the_faults():
     loaded = read_config({"batch": {"micro_size": "8", "accumulation": 2}})
     assert loaded.config.batch.accumulation == 2 and loaded.config.batch.micro_size is None
     assert len(loaded.errors) == 1
+
+
+BEYOND = {
+    "run.seed": (-1, 2**32),
+    "run.max_steps": (0, 10**30),
+    "run.epochs": (0, 10**30),
+    "run.output_dir": ("",),
+    "optimizer.lr": (0, 1e99, 1e300),
+    "optimizer.eps": (0, 1e-40, 2),
+    "optimizer.weight_decay": (-1, 1e99),
+    "optimizer.max_grad_norm": (-1, 1e99),
+    "data.train": ([], "", [""]),
+    "data.max_length": (1, 10**30),
+    "model.path": ("",),
+    "batch.micro_size": (0, 10**30),
+    "zero.reduce_bucket_size": (0, 10**30),
+    "zero.stage3_max_live_parameters": (-1, 2**63),
+    "zero.aio.block_size": (0, 2**31),
+    "ddp.bucket_cap_mb": (0, 2**63),
+    "precision.loss_scale.initial_scale_power": (-1, 2000),
+}
+
+
+@pytest.mark.parametrize("key, item", [(key, item) for key, items in BEYOND.items() for item in items])
+def test_a_value_that_torch_or_deepspeed_would_choke_on_is_refused_naming_the_key(key, item):
+    assert any(f"{key} is {json.dumps(item)}" in error.found for error in faults({}, f"{key}={json.dumps(item)}"))
+
+
+def test_every_number_of_the_schema_has_two_ends():
+    def ends(field):
+        if "anyOf" in field:
+            return all(ends(part) for part in field["anyOf"])
+        low, high = {"minimum", "exclusiveMinimum"} & set(field), {"maximum", "exclusiveMaximum"} & set(field)
+        return field.get("type") not in ("integer", "number") or "enum" in field or bool(low and high)
+
+    sections = RunConfig.model_json_schema()["$defs"]
+    open_ended = [
+        (name, key) for name, part in sections.items() for key, f in part["properties"].items() if not ends(f)
+    ]
+    assert open_ended == []
+
+
+@pytest.mark.parametrize("betas", [[0.9], [0.9, 0.99, 0.999]])
+def test_a_list_of_another_length_is_told_how_many_numbers_it_takes(betas):
+    (error,) = faults({"optimizer": {"betas": betas}})
+    assert error.rule == "optimizer.betas must be a list of 2 numbers"
+
+
+@pytest.mark.parametrize(
+    "content, found",
+    [
+        ("[" * 100_000, "nested more than 32 deep"),
+        ('{"a":' * 300 + "1" + "}" * 300, "nested more than 32 deep"),
+        ('{"run": {"seed": ' + "9" * 5000 + "}}", "an integer of 5000 digits"),
+        ('{"optimizer": {"lr": 1e999}}', "1e999 is too large a number"),
+        ('{"run": {"output_dir": "\\ud800"}}', "surrogate"),
+    ],
+)
+def test_json_that_python_or_pydantic_would_stumble_over_is_a_config_error(tmp_path, content, found):
+    with pytest.raises(ConfigError, match=found):
+        load_config(write(tmp_path, "run.json", content))
+
+
+def test_a_config_that_is_missing_or_no_utf8_says_so_once(tmp_path):
+    with pytest.raises(ConfigError) as missing:
+        load_config(tmp_path / "nope.json")
+    assert missing.value.found == f"{tmp_path / 'nope.json'}: No such file or directory"
+    path = tmp_path / "latin.json"
+    path.write_bytes('{"a": "é"}'.encode("latin1"))
+    with pytest.raises(ConfigError, match="is not UTF-8 text: byte 0xe9 at position 7") as latin:
+        load_config(path)
+    assert latin.value.change == f"save {path} as UTF-8"

@@ -197,3 +197,10 @@ def test_faults_of_batch_and_machine_are_reported_together():
     with pytest.raises(ConfigErrors) as caught:
         resolved({"precision": {"dtype": "fp16"}, "batch": {"global_size": 7}})
     assert len(caught.value.errors) == 2
+
+
+def test_samples_longer_than_the_models_positions_are_refused_where_the_model_is_known():
+    spec = ModelSpec("", "llama", hidden_size=64, vocab_size=10, max_positions=8, tied=True)
+    with pytest.raises(ConfigErrors, match=r"data\.max_length is 9 \(config\), the model has 8 positions"):
+        resolved({"data": {"max_length": 9}}, spec=spec)
+    assert resolved({"data": {"max_length": 8}}, spec=spec).config.data.max_length == 8

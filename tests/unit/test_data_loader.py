@@ -91,23 +91,11 @@ def test_a_data_collator_of_the_users_own_gets_the_samples_and_its_filler_is_sil
     assert filler["labels"].tolist() == [[-100]]
 
 
-def test_another_data_set_is_gone_through_once_in_its_order():
-    other = loader(data_rank=1, data_ranks=2, vocab_size=15).over(SAMPLES[::-1])
-    assert other.sampler.steps_per_epoch == 2
-    assert [batch["input_ids"][:, 0].tolist() for batch in other.step(0)] == [[12, 11]]
-    assert other.vocab_size == 15
-
-
 @pytest.mark.parametrize("step", [0, 1], ids=["samples", "filler"])
 def test_a_batch_without_labels_is_refused(step):
     lone = loader(collate_fn=lambda features: {"pixels": torch.zeros(1)}, data_rank=1, data_ranks=2)
     with pytest.raises(DataError, match=r"returns no labels .* only \['pixels'\]"):
         next(lone.step(step))
-
-
-def test_a_stream_to_predict_on_is_refused():
-    with pytest.raises(DataError, match="the test data set is a list_iterator"):
-        loader().over(iter(SAMPLES))
 
 
 def test_ids_beyond_the_embedding_and_sequences_beyond_the_positions_name_the_samples():

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from ds_trainer.data import once
 from ds_trainer.data.once import build_once
 from ds_trainer.errors import DataError
 
@@ -108,3 +109,25 @@ def test_a_later_call_tries_again_after_a_failure(tmp_path):
 def test_what_exists_is_not_built_again(tmp_path):
     build_once(tmp_path / "data", lambda folder: None)
     build_once(tmp_path / "data", lambda folder: pytest.fail("built again"))
+
+
+@pytest.mark.parametrize("rank, says", [("0", True), ("1", False)])
+def test_only_rank_0_says_that_it_waits_and_only_when_the_builder_is_slow(tmp_path, monkeypatch, capfd, rank, says):
+    def take_part(patience):
+        monkeypatch.setattr(once, "PATIENCE_S", patience)
+        monkeypatch.setenv("RANK", rank)
+        target, begun = tmp_path / str(patience), threading.Event()
+
+        def build(folder):
+            begun.set()
+            time.sleep(0.5)
+
+        builder = threading.Thread(target=build_once, args=(target, build))
+        builder.start()
+        begun.wait()
+        build_once(target, build)
+        builder.join()
+        return "waiting for another process" in capfd.readouterr().err
+
+    assert take_part(0.1) == says
+    assert not take_part(10.0)

@@ -100,3 +100,11 @@ def test_what_is_no_map_style_data_set_is_refused():
         open_source(datasets.DatasetDict(train=datasets.Dataset.from_list(RECORDS)), "train")
     with pytest.raises(DataError, match="map-style"):
         open_source((record for record in RECORDS), "train")
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
+def test_brackets_in_thousands_are_a_data_error_with_their_line(tmp_path, name):
+    path = tmp_path / name
+    path.write_text("[" * 100_000 + "\n")
+    with pytest.raises(DataError, match=f"{name}:1"):
+        list(open_source(str(path), "train").records())

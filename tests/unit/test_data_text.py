@@ -131,7 +131,7 @@ def test_a_record_without_content_becomes_no_tokens(record):
     ("record", "found"),
     [
         ({"question": "a"}, "the record has the keys ['question']"),
-        ({"text": 3}, "text is a int"),
+        ({"text": 3}, "text is an int"),
         ("text", "the record is a str"),
         ({"prompt": "a"}, "the record has the keys ['prompt']"),
         ({"prompt": "a", "completion": []}, "prompt is a str, completion a list"),
