@@ -73,6 +73,8 @@ class DDPEngine:
             gradient_as_bucket_view=config.gradient_as_bucket_view,
             find_unused_parameters=bool(config.find_unused_parameters),
             static_graph=config.static_graph,
+            # All ranks have read the same values, which a hash proves after set-up: a broadcast would copy them again.
+            init_sync=False,
             **sync_buffers,
         )
         self._register_comm_hook()
