@@ -17,7 +17,8 @@ _HEAD = """# Configuration
 
 A run is one JSON object of sections. An unknown key is an error. A key that is left out has the default below;
 `null` as a default means that the value is derived, and `ds-trainer config show` prints what it became and why.
-`--set section.key=value` overrides a key on the command line.
+`--set section.key=value` overrides a key on the command line; the value `null` takes a key or section out of the file.
+Relative paths are seen from the working directory.
 
 Below a table stands what becomes of its keys on each engine: **mapped** keys are handed to the engine; **implied** keys
 are acted on by ds_trainer itself, alike on every engine; **refused** keys are an error when they ask for something;

@@ -148,7 +148,7 @@ class ZeroConfig(Section):
     aio: AioConfig = AioConfig()
     """File I/O of nvme offload."""
     overlap_comm: bool | None = None
-    """Reduce gradients while the backward pass goes on; None: on with a GPU."""
+    """Reduce gradients while the backward pass goes on; None: on at stage 3 with a GPU, as in DeepSpeed."""
     contiguous_gradients: bool = True
     """Copy gradients into one buffer as they are made."""
     reduce_scatter: bool = True

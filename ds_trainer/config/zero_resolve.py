@@ -87,7 +87,10 @@ def derive_zero(
         if name in used and getattr(zero, name) is None:
             derived[f"zero.{name}"] = (constant, "DeepSpeed's own")
     if "overlap_comm" in used and zero.overlap_comm is None:
-        derived["zero.overlap_comm"] = _on_gpu(machine, "reduces while the GPU computes", "a CPU has no second stream")
+        # That overlap leaves the numbers alone needs a GPU to prove, so it goes no further than DeepSpeed itself does.
+        on = zero.stage == 3 and machine.device == "cuda"
+        why = "DeepSpeed's own at stage 3" if on else "DeepSpeed's own below stage 3"
+        derived["zero.overlap_comm"] = (on, why if machine.device == "cuda" else "a CPU has no second stream")
     if "stage3_param_persistence_threshold" in used and zero.stage3_param_persistence_threshold is None:
         derived["zero.stage3_param_persistence_threshold"] = (
             (10 * size.hidden_size, f"10 x hidden size {size.hidden_size}")

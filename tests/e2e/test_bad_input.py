@@ -98,7 +98,9 @@ CONFIG = {
 MODEL = {
     "no model named": Fault("model.path is not set … set model.path", {"model": {"path": None}}),
     "missing folder": Fault("model.path is './none' … no folder … set model.path", {"model": {"path": "./none"}}),
-    "hub id that cannot be fetched": Fault("model.path is 'nobody/none' … hub id", {"model": {"path": "nobody/none"}}),
+    "hub id that cannot be fetched": Fault(
+        "model.path is 'nobody/none': there is no folder … /nobody/none, … hub id", {"model": {"path": "nobody/none"}}
+    ),
     "folder without config.json": Fault(
         "there is no … /empty/config.json … set model.path to a complete checkpoint",
         {"model": {"path": "{folder}/empty"}},

@@ -251,7 +251,7 @@ def test_a_list_of_another_length_is_told_how_many_numbers_it_takes(betas):
         ('{"a":' * 300 + "1" + "}" * 300, "nested more than 32 deep"),
         ('{"run": {"seed": ' + "9" * 5000 + "}}", "an integer of 5000 digits"),
         ('{"optimizer": {"lr": 1e999}}', "1e999 is too large a number"),
-        ('{"run": {"output_dir": "\\ud800"}}', "surrogate"),
+        ('{"run": {"output_dir": "\\ud800"}}', "Invalid JSON"),
     ],
 )
 def test_json_that_python_or_pydantic_would_stumble_over_is_a_config_error(tmp_path, content, found):
@@ -268,3 +268,12 @@ def test_a_config_that_is_missing_or_no_utf8_says_so_once(tmp_path):
     with pytest.raises(ConfigError, match="is not UTF-8 text: byte 0xe9 at position 7") as latin:
         load_config(path)
     assert latin.value.change == f"save {path} as UTF-8"
+
+
+@pytest.mark.parametrize(
+    "override, stage, device",
+    [("zero.stage=1", 1, "cpu"), ('zero={"stage": 1}', 1, "cpu"), ("zero=null", 2, "none"), ("zero={}", 2, "none")],
+)
+def test_an_object_on_the_command_line_sets_the_keys_it_names_and_null_empties_the_section(override, stage, device):
+    config, _ = load_config({"zero": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}, [override])
+    assert (config.zero.stage, config.zero.offload_optimizer.device) == (stage, device)
