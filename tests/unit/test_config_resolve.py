@@ -156,7 +156,7 @@ def test_a_swap_buffer_smaller_than_the_largest_shard_is_refused():
     assert "set it to 4 or more" in str(error.value)
 
 
-def test_host_memory_is_pinned_and_communication_overlapped_with_a_gpu_only():
+def test_host_memory_is_pinned_with_a_gpu_only():
     raw = {"zero": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
     for machine, expected in ((CPU, False), (GPU, True)):
         zero = resolved(raw, machine).config.zero
