@@ -141,11 +141,11 @@ class Trainer:
             self._evaluate_if(self.config.evaluation.at_start)
             while self.state.global_step < self.state.max_steps:
                 self.train_step()
-                every = self.config.evaluation.every_steps
-                self._evaluate_if(every is not None and self.state.global_step % every == 0)
+                if self.state.global_step < self.state.max_steps:
+                    self._evaluate_if(self._evaluation_is_due())
             if self.config.checkpoint.export:
                 self.save_model()  # Before anything else that could fail: there is no way back to these weights.
-            self._evaluate_if(self.config.evaluation.at_end)
+            self._evaluate_if(self.config.evaluation.at_end or self._evaluation_is_due())
             self._call("on_train_end")
             self._report_idle_steps()
         finally:
@@ -224,6 +224,10 @@ class Trainer:
         )
         state.log_history.append(metrics)
         self._call("on_log", metrics)
+
+    def _evaluation_is_due(self) -> bool:
+        every = self.config.evaluation.every_steps
+        return every is not None and self.state.global_step % every == 0
 
     def _evaluate_if(self, due: bool) -> None:
         """Evaluates if it is due, there is data, and this very step has not been evaluated yet."""

@@ -153,7 +153,6 @@ def _join(grid: Grid, device: torch.device) -> None:
             rank=grid.rank,
             world_size=grid.world,
             timeout=COLLECTIVE_TIMEOUT,
-            device_id=device if device.type == "cuda" else None,
         )
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         port = os.environ.get("MASTER_PORT")

@@ -139,7 +139,7 @@ DATA = {
         TRAIN,
         data('{"messages": [{"content": "yes"}]}\n'),
     ),
-    "empty file": Fault("data.train has no records", TRAIN, data("\n")),
+    "empty file": Fault("data.train … has no records", TRAIN, data("\n")),
     "nothing to learn": Fault(
         "0 of 1 samples have supervised tokens … at least one token must be learned",
         TRAIN,
@@ -162,7 +162,7 @@ DATA = {
         data('{"input_ids": [1, 400]}\n'),
     ),
     "length beyond the model's positions": Fault(
-        "data.max_length is 65, the model has 64 positions … set data.max_length to at most 64",
+        "data.max_length is 65 … the model has 64 positions … set data.max_length to at most 64",
         {"data": {"max_length": 65}},
     ),
     "record that is too long": Fault(
