@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from typing import Any
 
 _seen: set[str] = set()
 
@@ -22,6 +23,18 @@ class _RankFilter(logging.Filter):
         return rank() == 0 or record.levelno >= logging.ERROR or getattr(record, "all_ranks", False)
 
 
+class _StderrHandler(logging.StreamHandler):
+    """Writes to what `sys.stderr` is at the time: notebooks and tests replace it."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> Any:
+        """The current standard error."""
+        return sys.stderr
+
+
 def get_logger(name: str = "ds_trainer") -> logging.Logger:
     """The package's logger: rank 0 only, one line per message, on stderr.
 
@@ -30,7 +43,7 @@ def get_logger(name: str = "ds_trainer") -> logging.Logger:
     logger = logging.getLogger(name)
     root = logging.getLogger("ds_trainer")
     if not root.handlers:
-        handler = logging.StreamHandler(sys.stderr)
+        handler = _StderrHandler()
         handler.setFormatter(logging.Formatter("[ds_trainer] %(message)s"))
         handler.addFilter(_RankFilter())
         root.addHandler(handler)
