@@ -47,8 +47,8 @@ class Trainer:
             tokens of the whole step over all ranks.
         compute_metrics: `f(EvalPrediction) -> dict`, called on the predictions of a whole evaluation.
         callbacks: Callbacks, beside the built-in ones.
-        optimizers: Optimizer and LR scheduler of your own, either may be None. The optimizer is built on the model
-            instance that is passed; the scheduler's `step()` is called once per optimizer step.
+        optimizers: Optimizer of your own, built on the model instance that is passed, and perhaps its LR scheduler,
+            whose `step()` is called once per optimizer step. With None as the scheduler the config's schedule applies.
 
     Raises:
         UserError: Any fault of config, machine, data or model.

@@ -56,10 +56,6 @@ class Mesh:
         for tensor in tensors:
             dist.broadcast(tensor, group=self.dp_group, group_src=0)
 
-    def barrier(self) -> None:
-        """Waits for every rank of the world."""
-        dist.barrier()
-
 
 def grid_from_environment(environ: dict[str, str] | os._Environ[str] = os.environ) -> Grid:
     """Reads RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE; a plain process has none of them.
