@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 from ds_trainer.config.asked import Asked
@@ -50,7 +51,7 @@ def resolve(
     )
     data_ranks = machine.world
     errors = [*check_machine(config, origins, machine), *_beyond_positions(config, origins, spec)]
-    derived = _precision(config, machine) | _lengths(config, machine)
+    derived = _precision(config, machine) | _run_values(config, machine)
     try:
         batch = solve_batch(config.batch, data_ranks)
     except ConfigError as error:
@@ -144,10 +145,20 @@ def _precision(config: RunConfig, machine: Machine) -> dict[str, tuple[Any, str]
     return derived
 
 
-def _lengths(config: RunConfig, machine: Machine) -> dict[str, tuple[Any, str]]:
+def _run_values(config: RunConfig, machine: Machine) -> dict[str, tuple[Any, str]]:
     derived: dict[str, tuple[Any, str]] = {}
     if config.run.device is None:
         derived["run.device"] = (machine.device, "the device of this machine")
+    if config.data.pin_memory is None:
+        derived["data.pin_memory"] = (machine.device == "cuda", f"the device is {machine.device}")
+    metric = config.evaluation.metric_for_best_model
+    if metric is None and (config.evaluation.early_stopping_patience or config.checkpoint.load_best_model_at_end):
+        metric = "eval_loss"
+        derived["evaluation.metric_for_best_model"] = (metric, "what every evaluation has")
+    if metric is not None and config.evaluation.greater_is_better is None:
+        derived["evaluation.greater_is_better"] = (not metric.endswith("loss"), "the metric's name")
+    if config.logging.run_name is None:
+        derived["logging.run_name"] = (Path(config.run.output_dir).name or "run", "run.output_dir")
     if config.run.epochs is None and config.run.max_steps is None:
         derived["run.epochs"] = (1, "one pass where nothing else bounds the run")
     if config.schedule.warmup_steps is None and config.schedule.warmup_ratio is None:

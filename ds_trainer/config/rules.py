@@ -184,6 +184,46 @@ def _shard_size(config: RunConfig, asked: Asked) -> Iterator[ConfigError]:
         )
 
 
+def _best_model(config: RunConfig, asked: Asked) -> Iterator[ConfigError]:
+    evaluation = config.evaluation
+    if asked("evaluation.greater_is_better") and evaluation.metric_for_best_model is None:
+        yield ConfigError(
+            f"{asked.says('evaluation.greater_is_better')}, and evaluation.metric_for_best_model is not set",
+            "it says which end of that metric is better",
+            "set evaluation.metric_for_best_model or remove evaluation.greater_is_better",
+        )
+    if asked("evaluation.early_stopping_threshold") and evaluation.early_stopping_patience is None:
+        yield ConfigError(
+            f"{asked.says('evaluation.early_stopping_threshold')}, and evaluation.early_stopping_patience is not set",
+            "the threshold is used by early stopping only",
+            "set evaluation.early_stopping_patience or remove evaluation.early_stopping_threshold",
+        )
+    needs_evaluation = (
+        "evaluation.metric_for_best_model",
+        "evaluation.early_stopping_patience",
+        "checkpoint.load_best_model_at_end",
+    )
+    for key in needs_evaluation:
+        if asked(key) and not (evaluation.every_steps or evaluation.at_end):
+            yield ConfigError(
+                f"{asked.says(key)}, and no evaluation is due",
+                "the best model is found among the evaluations",
+                f"set evaluation.every_steps or remove {key}",
+            )
+
+
+def _resume(config: RunConfig, asked: Asked) -> Iterator[ConfigError]:
+    if config.checkpoint.resume is not None:
+        return
+    for key in ("checkpoint.resume_weights_only", "checkpoint.allow_global_size_change"):
+        if asked(key) and value(config, key):
+            yield ConfigError(
+                f"{asked.says(key)}, and checkpoint.resume is not set",
+                f"{key.rpartition('.')[2]} says how a checkpoint is resumed",
+                "set checkpoint.resume to auto or to a checkpoint's folder",
+            )
+
+
 def _native(config: RunConfig, asked: Asked) -> Iterator[ConfigError]:
     yield from check_native(config.native.deepspeed)
 
@@ -216,6 +256,8 @@ _RULES: tuple[Callable[[RunConfig, Asked], Iterator[ConfigError]], ...] = (
     _embeddings,
     _power_sgd,
     _shard_size,
+    _best_model,
+    _resume,
     _native,
 )
 _MACHINE_RULES: tuple[Callable[[RunConfig, Asked, Machine], Iterator[ConfigError]], ...] = (

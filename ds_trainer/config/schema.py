@@ -18,6 +18,7 @@ ElementsOrZero = Annotated[int, Field(ge=0, le=10**12)]
 Threshold = Annotated[int, Field(ge=0, le=2**63 - 1)]
 """Elements; DeepSpeed's own "no bound" is the largest int64."""
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+Seconds = Annotated[float, Field(gt=0.0, le=10**6)]
 Name = Annotated[str, Field(min_length=1)]
 Paths = Name | Annotated[tuple[Name, ...], Field(min_length=1)]
 
@@ -76,6 +77,12 @@ class DataConfig(Section):
     """Draw a new permutation of the samples each epoch, from `run.seed`."""
     preview_samples: Annotated[int, Field(ge=0, le=1000)] = 2
     """Samples whose supervised text is printed at the start."""
+    num_workers: Annotated[int, Field(ge=0, le=1000)] = 0
+    """Processes per rank that read and collate samples; 0: the training process does."""
+    prefetch_factor: Annotated[int, Field(gt=0, le=10**4)] = 2
+    """Micro-batches that each worker makes ahead."""
+    pin_memory: bool | None = None
+    """Hand batches over in page-locked memory; None: with a GPU."""
 
 
 class ParallelConfig(Section):
@@ -293,6 +300,10 @@ class RunSection(Section):
     """What a NaN or infinite loss or gradient leads to; the weights are untouched either way."""
     max_skipped_steps: PositiveInt = 5
     """With `skip` and with fp16's loss scale at its lower end: skipped steps in a row before the run stops."""
+    stuck_timeout_s: Seconds = 20.0
+    """When no rank has computed, read or written anything for so long, the run ends and names the stuck ones."""
+    collective_timeout_s: Seconds = 1800.0
+    """Longest time that ranks wait for one another in a collective; data preparation is no collective."""
 
 
 class EvaluationConfig(Section):
@@ -306,10 +317,32 @@ class EvaluationConfig(Section):
     """Evaluate after the last step."""
     batch_size: BatchSize | None = None
     """Samples per forward pass of one rank; None: `batch.micro_size`."""
+    metric_for_best_model: Name | None = None
+    """`eval_loss`, or a name from `compute_metrics`: the step where it is best gets a checkpoint that is always kept;
+    None: `eval_loss` where something needs it."""
+    greater_is_better: bool | None = None
+    """Whether more of that metric is better; None: unless its name ends in `loss`."""
+    early_stopping_patience: PositiveInt | None = None
+    """Stop after so many evaluations in a row without a better metric; None: never."""
+    early_stopping_threshold: Annotated[float, Field(ge=0.0, le=10**6)] = 0.0
+    """How much better the metric must be to count."""
 
 
 class CheckpointConfig(Section):
-    """What is written."""
+    """What is written, when, and what a run goes on from."""
+
+    every_steps: NonNegativeInt = 500
+    """Save a checkpoint after so many optimizer steps, and at the end of a run as long; 0: only when it is stopped."""
+    keep_last: PositiveInt = 2
+    """Checkpoints that are kept; the best one is kept besides."""
+    resume: Name | None = None
+    """`auto`: go on from the newest whole checkpoint in `run.output_dir`, if there is one; or a checkpoint's folder."""
+    resume_weights_only: bool = False
+    """Take only the weights of `resume`: any layout can read them; optimizer, schedule and data start anew."""
+    allow_global_size_change: bool = False
+    """Go on with another `batch.global_size`: at the same sample, with the steps that are left of the epochs."""
+    on_save_error: Literal["stop", "continue"] = "stop"
+    """What a full disk or a missing permission leads to; the checkpoint before is kept either way."""
 
     export: bool = True
     """Write the model as a Hugging Face folder at the end, to `<output_dir>/model`."""
@@ -317,6 +350,8 @@ class CheckpointConfig(Section):
     """Number format of the exported weights; None: that of the checkpoint the run began with."""
     max_shard_size: str = "5GB"
     """Largest safetensors file."""
+    load_best_model_at_end: bool = False
+    """Export the best checkpoint's weights instead of the last step's."""
 
 
 class LoggingConfig(Section):
@@ -327,7 +362,13 @@ class LoggingConfig(Section):
     progress_bar: bool = True
     """Show one progress bar on rank 0."""
     plots: bool = True
-    """Draw the loss and learning-rate pictures at the end."""
+    """Draw the pictures of loss, learning rate, gradient norm, throughput and memory at the end."""
+    report_to: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...] = ()
+    """Trackers that get every metric, through accelerate."""
+    project_name: Name = "ds_trainer"
+    """The trackers' project or experiment."""
+    run_name: Name | None = None
+    """The run's name in the trackers; None: the name of `run.output_dir`."""
 
 
 class NativeConfig(Section):
@@ -367,7 +408,7 @@ class RunConfig(Section):
     evaluation: EvaluationConfig = EvaluationConfig()
     """Evaluation."""
     checkpoint: CheckpointConfig = CheckpointConfig()
-    """Export."""
+    """Checkpoints, resume and export."""
     logging: LoggingConfig = LoggingConfig()
     """Logging."""
     native: NativeConfig = NativeConfig()

@@ -45,6 +45,10 @@ CONTEXTS = {
     "batch.accumulation": {},
     "model.pad_embeddings_to_multiple_of": {"model": {"resize_embeddings": True}},
     "optimizer.momentum": {"optimizer": {"name": "sgd"}},
+    "evaluation.greater_is_better": {"evaluation": {"metric_for_best_model": "accuracy"}},
+    "evaluation.early_stopping_threshold": {"evaluation": {"early_stopping_patience": 1}},
+    "checkpoint.resume_weights_only": {"checkpoint": {"resume": "auto"}},
+    "checkpoint.allow_global_size_change": {"checkpoint": {"resume": "auto"}},
     "schedule.decay_ratio": {"schedule": {"name": "wsd"}},
 }
 
@@ -53,7 +57,7 @@ def candidates(annotation):
     """Values that a field of this type may take; the schema says which it does."""
     literals = [item for item in get_args(annotation) if isinstance(item, str | int)]
     nested = [item for part in get_args(annotation) if get_args(part) for item in candidates(part)]
-    return [*literals, *nested, True, False, 2, 4, 16, 0.5, 0.25, [0.5, 0.6], "7GB", {"dump_state": True}]
+    return [*literals, *nested, True, False, 2, 4, 16, 0.5, 0.25, [0.5, 0.6], "7GB", ["wandb"], {"dump_state": True}]
 
 
 def with_key(key, engine, value):
