@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Callback:
-    """Base class: every method does nothing. All ranks call every method."""
+    """Base class: every method does nothing. All ranks call every method; `trainer.control` takes what it asks for."""
 
     def on_train_begin(self, trainer: Trainer) -> None:
         """Before the first step."""
@@ -33,6 +33,15 @@ class Callback:
 
     def on_evaluate(self, trainer: Trainer, metrics: EvalMetrics) -> None:
         """After an evaluation."""
+
+    def on_save(self, trainer: Trainer, folder: Path) -> None:
+        """After a checkpoint has been saved whole."""
+
+    def on_epoch_begin(self, trainer: Trainer) -> None:
+        """Before the first step of an epoch."""
+
+    def on_epoch_end(self, trainer: Trainer) -> None:
+        """After the last step of an epoch."""
 
     def on_train_end(self, trainer: Trainer) -> None:
         """After the last step."""

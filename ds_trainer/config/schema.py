@@ -318,8 +318,7 @@ class EvaluationConfig(Section):
     batch_size: BatchSize | None = None
     """Samples per forward pass of one rank; None: `batch.micro_size`."""
     metric_for_best_model: Name | None = None
-    """`eval_loss`, or a name from `compute_metrics`: the step where it is best gets a checkpoint that is always kept;
-    None: `eval_loss` where something needs it."""
+    """Whose best step's checkpoint is kept: `eval_loss` (None, where it is needed) or a name of `compute_metrics`."""
     greater_is_better: bool | None = None
     """Whether more of that metric is better; None: unless its name ends in `loss`."""
     early_stopping_patience: PositiveInt | None = None
