@@ -1,6 +1,7 @@
 """Puts a run together. The order in which parts are made and applied is stated here and nowhere else.
 
-config -> grid -> mesh -> resolve -> machine checks -> data -> skeleton -> weights -> engine -> optimizer -> asked = got
+config -> grid -> mesh -> resolve -> checkpoint -> machine checks -> data -> skeleton -> weights -> engine -> optimizer
+       -> asked = got
 
 The process group comes first, so that whatever a rank finds wrong after it is every rank's error.
 """
@@ -20,8 +21,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ds_trainer.asked_got import check_asked_is_got
+from ds_trainer.checkpoint.store import STATE, Checkpoint
+from ds_trainer.checkpoint.stored import StoredWeights
 from ds_trainer.config.resolve import resolve
-from ds_trainer.config.resolved import ResolvedConfig
+from ds_trainer.config.resolved import Machine, ResolvedConfig
 from ds_trainer.config.schema import RunConfig
 from ds_trainer.data.loader import BatchLoader
 from ds_trainer.data.prepare import read_chat_template
@@ -31,12 +34,15 @@ from ds_trainer.engines.dtypes import TORCH_DTYPES
 from ds_trainer.errors import ConfigError, ModelError
 from ds_trainer.log import warn_once
 from ds_trainer.loss import LossFunction, make_loss
-from ds_trainer.mesh.agree import agreed
+from ds_trainer.mesh.agree import agree, agreed
 from ds_trainer.mesh.device import probe_machine
 from ds_trainer.mesh.grid import Grid
-from ds_trainer.mesh.mesh import Mesh, grid_from_environment, init_mesh
+from ds_trainer.mesh.launch_environment import grid_from_environment
+from ds_trainer.mesh.mesh import Mesh, init_mesh
 from ds_trainer.mesh.ops import ensure_ops, required_ops
 from ds_trainer.mesh.preflight import check_machine
+from ds_trainer.mesh.signals import StopRequested
+from ds_trainer.mesh.status import Timeouts
 from ds_trainer.models.hf import build_skeleton, is_causal_lm, load_tokenizer, prepare_for_training
 from ds_trainer.models.hub import resolve_folder
 from ds_trainer.models.resize import fit_embeddings
@@ -45,6 +51,7 @@ from ds_trainer.models.spec import ModelSpec, read_spec
 from ds_trainer.models.weights import CheckpointWeights
 from ds_trainer.optim import LOOK_AT_WHOLE_TENSORS, make_optimizer
 from ds_trainer.output import claimed
+from ds_trainer.resume import check_layout, check_model, check_run, check_world, find_checkpoint
 
 
 @dataclass(frozen=True)
@@ -110,6 +117,8 @@ class Run:
     facts: EngineFacts
     export_dtype: torch.dtype
     """Format of the exported weights: the config's, or that of the checkpoint or instance the run began with."""
+    checkpoint: Checkpoint | None
+    """What the run goes on from; its weights are in the engine already."""
 
 
 def assemble(config: RunConfig, origins: dict[str, str], given: Ingredients) -> Run:
@@ -121,35 +130,78 @@ def assemble(config: RunConfig, origins: dict[str, str], given: Ingredients) -> 
     given.check(config)
     grid = grid_from_environment()
     machine = probe_machine(grid.world, config.run.device)
-    mesh = init_mesh(grid, machine.device)
-    with agreed(mesh):
+    mesh = init_mesh(grid, machine.device, Timeouts(config.run.stuck_timeout_s, config.run.collective_timeout_s))
+    with mesh.monitor.guard():
+        return _assemble_on(mesh, machine, config, origins, given)
+
+
+def _assemble_on(mesh: Mesh, machine: Machine, config: RunConfig, origins: dict[str, str], given: Ingredients) -> Run:
+    grid = mesh.grid
+    with agreed(mesh, "the config"):
         spec = None if given.model is not None else _read_spec(config)
         sizes = _sizes(spec, given.model)
         resolved = resolve(config, origins, machine, spec, *sizes)
+    trains = given.train_dataset is not None or config.data.train is not None
+    checkpoint = find_checkpoint(resolved, mesh, trains)
+    whole = checkpoint is not None and not config.checkpoint.resume_weights_only
+    with agreed(mesh, "the checks of the machine"):
+        if checkpoint is not None and whole:
+            check_world(checkpoint, resolved, grid.world)
         _check_before_loading(resolved, *sizes, grid)
+    _stop_if_asked(mesh)
     _seed(config.run.seed, grid.rank)
-    with agreed(mesh):
+    with agreed(mesh, "the tokenizer"):
         tokenizer = given.processing_class or _tokenizer(config, spec, required=given.data_collator is None)
         if tokenizer is not None and config.data.chat_template is not None:
             tokenizer.chat_template = read_chat_template(config.data.chat_template)  # The export carries it too.
-    with agreed(mesh):
+    with agreed(mesh, "the data"):
         splits = _splits(resolved, given, tokenizer, spec, grid)
         train_loader, eval_loader = splits.train(given.train_dataset), splits.eval(given.eval_dataset)
-    with agreed(mesh):
+    _stop_if_asked(mesh)
+    with agreed(mesh, "the model"):
+        if checkpoint is not None and whole and train_loader is not None:
+            check_run(checkpoint, resolved, checkpoint.json(STATE), train_loader.sampler.num_samples)
         model, weights = _skeleton(resolved, given.model, spec, tokenizer)
         smoothing = resolved.config.loss.label_smoothing
         loss = make_loss(type(model).__name__, is_causal_lm(model), smoothing, given.compute_loss_func)
-    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+        shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+        if checkpoint is not None:
+            trained = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
+            check_model(checkpoint, trained)
     if isinstance(weights, ModuleWeights):
         mesh.broadcast(weights.values.values())
+    if checkpoint is not None:
+        weights = StoredWeights(checkpoint.stored(), weights)
     export_dtype = _export_dtype(config, given.model, spec)
     engine = make_engine(resolved, mesh)
     engine.load(model, weights)
     engine.wrap(lambda named: make_optimizer(named, shapes, resolved, given.optimizer))
     engine.module.train()
-    with agreed(mesh):
+    with agreed(mesh, "asked = got"):
         facts = check_asked_is_got(resolved, engine, mesh)
-    return Run(resolved, mesh, model, tokenizer, splits, engine, loss, train_loader, eval_loader, facts, export_dtype)
+        if checkpoint is not None and whole:
+            check_layout(checkpoint, resolved, engine.parameter_layout(), grid.rank)
+    _stop_if_asked(mesh)
+    return Run(
+        resolved,
+        mesh,
+        model,
+        tokenizer,
+        splits,
+        engine,
+        loss,
+        train_loader,
+        eval_loader,
+        facts,
+        export_dtype,
+        checkpoint if whole else None,
+    )
+
+
+def _stop_if_asked(mesh: Mesh) -> None:
+    """Ends a run that a signal stops before its first step; there is nothing to save."""
+    if agree(mesh, "set-up").stop:
+        raise StopRequested
 
 
 def _read_spec(config: RunConfig) -> ModelSpec:

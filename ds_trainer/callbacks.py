@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from ds_trainer.log import get_logger
+from ds_trainer.log import get_logger, warn_once
 from ds_trainer.metrics import EvalMetrics, MetricsWriter, StepMetrics
 from ds_trainer.progress import Progress
 
@@ -16,8 +17,11 @@ if TYPE_CHECKING:
 class Callback:
     """Base class: every method does nothing. All ranks call every method; `trainer.control` takes what it asks for."""
 
+    def on_init_end(self, trainer: Trainer) -> None:
+        """After the Trainer has been put together."""
+
     def on_train_begin(self, trainer: Trainer) -> None:
-        """Before the first step."""
+        """Before the first step; a resumed run has its checkpoint's state by now."""
 
     def on_step_begin(self, trainer: Trainer) -> None:
         """Before a step's first forward pass."""
@@ -31,8 +35,14 @@ class Callback:
     def on_log(self, trainer: Trainer, metrics: StepMetrics) -> None:
         """After every `logging.every_steps` steps, with the token-weighted loss of that window."""
 
+    def on_prediction_step(self, trainer: Trainer) -> None:
+        """After each forward pass of an evaluation or a prediction."""
+
     def on_evaluate(self, trainer: Trainer, metrics: EvalMetrics) -> None:
-        """After an evaluation."""
+        """After an evaluation; `trainer.state` holds the best metric up to and with it."""
+
+    def on_predict(self, trainer: Trainer, metrics: dict[str, float]) -> None:
+        """After a prediction."""
 
     def on_save(self, trainer: Trainer, folder: Path) -> None:
         """After a checkpoint has been saved whole."""
@@ -44,10 +54,36 @@ class Callback:
         """After the last step of an epoch."""
 
     def on_train_end(self, trainer: Trainer) -> None:
-        """After the last step."""
+        """After the last step; not where a signal or an error ended the training."""
 
     def close(self) -> None:
         """Releases what the callback holds, however the training ended."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs of the callback, as JSON; rank 0's is saved in every checkpoint."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes back, on every rank and before `on_train_begin`, what `state_dict` returned."""
+
+
+def states_of(callbacks: Sequence[Callback]) -> dict[str, list[dict[str, Any]]]:
+    """Class name -> the states of the callbacks of that class, in their order; those without a state are left out."""
+    states: dict[str, list[dict[str, Any]]] = {}
+    for callback in callbacks:
+        if state := callback.state_dict():
+            states.setdefault(type(callback).__name__, []).append(state)
+    return states
+
+
+def restore_states(callbacks: Sequence[Callback], states: Mapping[str, Sequence[dict[str, Any]]]) -> None:
+    """Gives every callback the state that `states_of` took of one of its class, in the same order."""
+    left = {name: list(each) for name, each in states.items()}
+    for callback in callbacks:
+        if left.get(type(callback).__name__):
+            callback.load_state_dict(left[type(callback).__name__].pop(0))
+    if unused := [name for name, each in left.items() if each]:
+        warn_once(f"the checkpoint holds a state of {', '.join(unused)}, which this run does not have")
 
 
 class MetricsCallback(Callback):
@@ -62,8 +98,8 @@ class MetricsCallback(Callback):
         self._writer: MetricsWriter | None = None
 
     def on_train_begin(self, trainer: Trainer) -> None:
-        """Opens the file."""
-        self._writer = MetricsWriter(self._path)
+        """Opens the file; a resumed run's begins with the lines up to its checkpoint."""
+        self._writer = MetricsWriter(self._path, trainer.state.log_history)
 
     def on_log(self, trainer: Trainer, metrics: StepMetrics) -> None:
         """Writes a training line."""
@@ -85,10 +121,10 @@ class MetricsCallback(Callback):
 
 
 class ProgressCallback(Callback):
-    """One progress bar, and a line for each evaluation, on rank 0.
+    """One progress bar, and a line for each evaluation and checkpoint, on rank 0.
 
     Args:
-        show_bar: False: evaluations only.
+        show_bar: False: evaluations and checkpoints only.
     """
 
     def __init__(self, show_bar: bool) -> None:
@@ -96,8 +132,9 @@ class ProgressCallback(Callback):
         self._progress: Progress | None = None
 
     def on_train_begin(self, trainer: Trainer) -> None:
-        """Starts the bar."""
-        self._progress = Progress(trainer.state.max_steps, enabled=self._show_bar)
+        """Starts the bar, at the checkpoint's step where the run is resumed."""
+        state = trainer.state
+        self._progress = Progress(state.max_steps, enabled=self._show_bar, first_step=state.global_step)
         self._progress.__enter__()
 
     def on_step_end(self, trainer: Trainer) -> None:
@@ -115,6 +152,10 @@ class ProgressCallback(Callback):
         extra = "".join(f"  {name} {value:.4g}" for name, value in metrics.extra.items())
         get_logger().info("step %d: eval loss %.4f%s", metrics.step, metrics.eval_loss, extra)
 
+    def on_save(self, trainer: Trainer, folder: Path) -> None:
+        """Prints where a checkpoint is."""
+        get_logger().info("step %d: checkpoint %s", trainer.state.global_step, folder)
+
     def close(self) -> None:
         """Ends the bar."""
         if self._progress is not None:
@@ -123,7 +164,7 @@ class ProgressCallback(Callback):
 
 
 class PlotCallback(Callback):
-    """Draws the run's pictures into the output folder at the end, on rank 0.
+    """Draws the run's pictures into the output folder when the training ends, however it does, on rank 0.
 
     Args:
         metrics_path: The run's metrics file.
@@ -133,9 +174,17 @@ class PlotCallback(Callback):
     def __init__(self, metrics_path: Path, folder: Path) -> None:
         self._metrics_path = metrics_path
         self._folder = folder
+        self._began = False
 
-    def on_train_end(self, trainer: Trainer) -> None:
+    def on_train_begin(self, trainer: Trainer) -> None:
+        """Notes that the file is this run's."""
+        self._began = True
+
+    def close(self) -> None:
         """Draws."""
+        if not self._began:
+            return
+        self._began = False
         from ds_trainer.plots import plot_run
 
         try:

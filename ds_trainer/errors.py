@@ -9,11 +9,7 @@ from contextlib import contextmanager
 
 
 class DsTrainerError(Exception):
-    """Base of all errors of this package."""
-
-
-class UserError(DsTrainerError):
-    """A fault that the user can mend: printed without a traceback, exit code 2.
+    """Base of all errors of this package.
 
     Args:
         found: What was found, with the offending values.
@@ -21,14 +17,30 @@ class UserError(DsTrainerError):
         change: Which key, file or command to change, and to what.
     """
 
+    exit_code = 1
+
     def __init__(self, found: str, rule: str, change: str) -> None:
         self.found, self.rule, self.change = found, rule, change
-        self.agreed = False
-        """True once every rank raises this same error, so that one voice is enough."""
         super().__init__(f"{found}\n  rule:   {rule}\n  change: {change}")
 
     def __reduce__(self) -> tuple:
         return type(self), (self.found, self.rule, self.change)
+
+
+class RankFailedError(DsTrainerError):
+    """Another rank died, stuck or never came; printed without a traceback by one rank, exit code 1."""
+
+
+class UserError(DsTrainerError):
+    """A fault that the user can mend: printed without a traceback, exit code 2."""
+
+    exit_code = 2
+    agreed = False
+    """True once every rank raises this same error, so that one voice is enough."""
+
+
+class DesyncError(UserError):
+    """Ranks are at different places of the run: a call that all must make was made by some."""
 
 
 class ConfigError(UserError):
@@ -44,7 +56,6 @@ class ConfigErrors(ConfigError):
 
     def __init__(self, errors: list[ConfigError]) -> None:
         self.errors = errors
-        self.agreed = False
         Exception.__init__(self, "\n\n".join(str(e) for e in errors))
 
     def __reduce__(self) -> tuple:
@@ -63,6 +74,10 @@ class MachineError(UserError):
     """The machine lacks something: a compiler, libaio, disk, memory, a device."""
 
 
+class CheckpointError(UserError):
+    """A checkpoint is damaged, or belongs to another run or layout."""
+
+
 class EngineError(UserError):
     """What the engine set up is not what the config asked for."""
 
@@ -73,21 +88,24 @@ class NonFiniteError(UserError):
 
 @contextmanager
 def exit_on_user_error(debug: bool = False) -> Iterator[None]:
-    """Turns a `UserError` into its text on stderr and exit code 2, once per node where all ranks raise the same.
+    """Turns an error of this package into its text on stderr and its exit code: 2 for a `UserError`, else 1.
+
+    Where all ranks raise the same it is printed once per node.
 
     Args:
         debug: Let the traceback through instead.
     """
     try:
         yield
-    except UserError as error:
+    except DsTrainerError as error:
         if debug:
             raise
-        same_everywhere = error.agreed or isinstance(error, ConfigError)
+        same_everywhere = isinstance(error, ConfigError) or (isinstance(error, UserError) and error.agreed)
         if not same_everywhere or os.environ.get("LOCAL_RANK", "0") == "0":
-            print(f"\nerror: {error}", file=sys.stderr, flush=True)
+            notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", []))
+            print(f"\nerror: {error}{notes}", file=sys.stderr, flush=True)
         _leave_process_group()
-        sys.exit(2)
+        sys.exit(error.exit_code)
 
 
 def _leave_process_group() -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ from ds_trainer.executors.accumulate import to_device
 from ds_trainer.loss import IGNORE_INDEX, LossFunction
 from ds_trainer.mesh.agree import agreed
 from ds_trainer.mesh.mesh import Mesh
+from ds_trainer.mesh.signals import StopRequested
 
 
 @dataclass(frozen=True)
@@ -38,40 +40,66 @@ class EvaluationResult:
 
 
 def run_evaluation(
-    loader: BatchLoader, engine: Engine, loss: LossFunction, mesh: Mesh, collect_predictions: bool = False
+    loader: BatchLoader,
+    engine: Engine,
+    loss: LossFunction,
+    mesh: Mesh,
+    collect_predictions: bool = False,
+    after_forward: Callable[[], None] = lambda: None,
 ) -> EvaluationResult:
     """Runs the whole data set once, in constant memory unless predictions are collected.
 
     Every rank runs the same number of forward passes, fillers included, since ZeRO-3 gathers parameters in each.
+
+    Args:
+        loader: The data set.
+        engine: Runs the model.
+        loss: Sums the losses.
+        mesh: Process groups.
+        collect_predictions: Whether logits and labels are wanted.
+        after_forward: Called after every forward pass.
 
     Comm: over the data ranks, an agreement per global batch that all have their samples, and one all-reduce of two
         numbers; with predictions, one gather of them at the end.
 
     Raises:
         UserError: A rank's samples are wrong; on every rank, in its words.
+        StopRequested: A signal asks for the end of the run.
     """
     began = time.monotonic()
     local_sum, local_tokens = 0.0, 0
     rows: list[tuple[int, np.ndarray, np.ndarray]] = []
-    engine.module.eval()
-    with torch.no_grad():
+    with _eval_mode(engine), torch.no_grad():
         for step in range(loader.sampler.steps_per_epoch):
-            with agreed(mesh):
+            place = f"batch {step + 1} of the evaluation"
+            mesh.monitor.at(place)
+            with agreed(mesh, place) as agreement:
                 batches = list(loader.step(step))
+            if agreement.stop:
+                raise StopRequested
             for indices, batch in zip(loader.sampler.microbatches(step), batches, strict=True):
                 batch = to_device(batch, mesh.device)
                 outputs = engine.forward(**loss.inputs(batch))
+                after_forward()
                 count = loss.num_tokens(batch)
                 if count:
                     local_sum += float(loss.loss_sum(outputs, batch, count))
                     local_tokens += count
                 if collect_predictions:
                     rows += _rows(indices, outputs, batch)
-    engine.module.train()
     loss_sum, num_tokens = mesh.sum(local_sum, local_tokens)
     predictions, labels = _gathered(rows, mesh) if collect_predictions else (None, None)
     mean = loss_sum / num_tokens if num_tokens else float("nan")
     return EvaluationResult(mean, int(num_tokens), time.monotonic() - began, predictions, labels)
+
+
+@contextmanager
+def _eval_mode(engine: Engine) -> Iterator[None]:
+    engine.module.eval()
+    try:
+        yield
+    finally:
+        engine.module.train()
 
 
 def _rows(indices: list[int], outputs: Any, batch: dict) -> list[tuple[int, np.ndarray, np.ndarray]]:

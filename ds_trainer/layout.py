@@ -5,6 +5,7 @@ Names are the Hugging Face parameter names of the unsplit model.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 
@@ -42,6 +43,57 @@ class ParameterSlice:
     def numel(self) -> int:
         """Number of elements owned."""
         return self.flat[1] - self.flat[0]
+
+    def boxes(self) -> list[Box]:
+        """The slice as boxes of the full tensor, in the order of its flattened elements.
+
+        A flat range rarely begins and ends with a row: an n-dimensional one takes up to 2n - 1 boxes.
+
+        Example:
+            Elements 2 to 9 of a (3, 4) matrix: the end of row 0, row 1, the first element of row 2.
+        """
+        corner = tuple(start for start, _ in self.block)
+        sizes = tuple(stop - start for start, stop in self.block)
+        return [
+            Box(tuple(a + b for a, b in zip(corner, offsets, strict=True)), box)
+            for offsets, box in _boxes(sizes, *self.flat)
+        ]
+
+
+@dataclass(frozen=True)
+class Box:
+    """A rectangular part of a full tensor.
+
+    Args:
+        offsets: First index in each dimension.
+        sizes: Length in each dimension.
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return prod(self.sizes)
+
+
+def _boxes(sizes: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Offsets and sizes of boxes that together are the flat elements `start` to `stop` of a tensor, in order."""
+    if start >= stop:
+        return
+    if len(sizes) < 2:
+        yield (start,) * len(sizes), (stop - start,) * len(sizes)
+        return
+    row = prod(sizes[1:])
+    head = min(-(-start // row) * row, stop)  # to the end of a row that begins before `start`
+    tail = max(stop // row * row, head)  # from the beginning of a row that ends after `stop`
+    for begin, end in ((start, head), (tail, stop)):
+        if begin == tail and tail > head:
+            yield (head // row, *(0,) * len(sizes[1:])), ((tail - head) // row, *sizes[1:])
+        index = begin // row
+        for offsets, box in _boxes(sizes[1:], begin - index * row, end - index * row):
+            yield (index, *offsets), (1, *box)
 
 
 def even_flat_range(numel: int, parts: int, index: int) -> tuple[int, int]:

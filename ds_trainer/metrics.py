@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -68,6 +69,22 @@ class EvalMetrics:
     extra: dict[str, float]
 
 
+def to_line(metrics: StepMetrics | EvalMetrics) -> dict[str, Any]:
+    """One line of the file; a number that is not finite, which JSON lacks, becomes null."""
+    line = asdict(metrics)
+    line |= line.pop("extra", {})
+    return {key: _finite(value) for key, value in line.items()}
+
+
+def from_line(line: dict[str, Any]) -> StepMetrics | EvalMetrics:
+    """What `to_line` was given."""
+    if "eval_loss" not in line:
+        return StepMetrics(**line)
+    values: dict[str, Any] = {key: math.nan if value is None else value for key, value in line.items()}
+    own = {field.name: values.pop(field.name) for field in fields(EvalMetrics) if field.name != "extra"}
+    return EvalMetrics(**own, extra=values)
+
+
 class WindowMean:
     """Gathers the steps of one logging window.
 
@@ -87,6 +104,14 @@ class WindowMean:
     def _reset(self) -> None:
         self._steps = self._skipped = self._num_tokens = self._tokens = self._samples = 0
         self._loss_sum = self._step_s = self._input_wait_s = 0.0
+
+    def state_dict(self) -> dict[str, float]:
+        """The sums so far: a checkpoint in the middle of a window takes them along."""
+        return dict(vars(self))
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Sets what `state_dict` returned."""
+        vars(self).update(state)
 
     def add(
         self,
@@ -136,21 +161,23 @@ class WindowMean:
 
 
 class MetricsWriter:
-    """Writes a run's metrics as JSON lines, each one on disk before the next step begins.
+    """Writes a run's metrics as JSON lines, each one handed to the system before the next step begins.
 
     Args:
         path: File to write; one left by an earlier run is replaced.
+        history: Lines to begin with: those of a run that goes on.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, history: Iterable[StepMetrics | EvalMetrics] = ()) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("w", encoding="utf-8")
+        aside = path.with_name(f".{path.name}.partial")
+        aside.write_text("".join(map(_as_text, history)), encoding="utf-8")
+        aside.replace(path)  # Killed in between, the run before still has its lines.
+        self._file = path.open("a", encoding="utf-8")
 
     def write(self, metrics: StepMetrics | EvalMetrics) -> None:
-        """Appends one line; a number that is not finite, which JSON lacks, becomes null."""
-        line = asdict(metrics)
-        line |= line.pop("extra", {})
-        self._file.write(json.dumps({key: _finite(value) for key, value in line.items()}, allow_nan=False) + "\n")
+        """Appends one line."""
+        self._file.write(_as_text(metrics))
         self._file.flush()
 
     def close(self) -> None:
@@ -164,6 +191,10 @@ class MetricsWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _as_text(metrics: StepMetrics | EvalMetrics) -> str:
+    return json.dumps(to_line(metrics), allow_nan=False) + "\n"
 
 
 def _finite(value: float | None) -> float | None:

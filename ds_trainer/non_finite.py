@@ -19,6 +19,9 @@ class NonFinitePolicy:
         config: The run's config.
         sampler: Says which samples a step holds.
         mesh: Process groups.
+
+    Attributes:
+        in_a_row: Steps skipped in a row so far.
     """
 
     def __init__(self, config: RunConfig, sampler: GlobalBatchSampler, mesh: Mesh) -> None:
@@ -26,7 +29,7 @@ class NonFinitePolicy:
         # With fp16 a gradient beyond its range is the loss scale's daily business.
         self._skips = config.run.on_non_finite == "skip" or config.precision.dtype == "fp16"
         self._sampler, self._mesh = sampler, mesh
-        self._in_a_row = 0
+        self.in_a_row = 0
 
     def check_loss(self, step_loss: StepLoss, step: int) -> None:
         """Raises before the update if the loss of `step` (from 0) is not finite and the policy is to stop.
@@ -49,14 +52,14 @@ class NonFinitePolicy:
         Raises:
             NonFiniteError: It was dropped and the policy is to stop, or one too many was dropped in a row.
         """
-        self._in_a_row = self._in_a_row + 1 if skipped else 0
+        self.in_a_row = self.in_a_row + 1 if skipped else 0
         if not skipped:
             return
         if not self._skips:
             samples = self._sampler.global_batch(step)
             self._stop(f"the gradient of step {step + 1} is not finite though its loss is (samples {samples})", step)
-        if self._in_a_row > self._run.max_skipped_steps:
-            self._stop(f"{self._in_a_row} steps in a row, up to step {step + 1}, were not finite", step)
+        if self.in_a_row > self._run.max_skipped_steps:
+            self._stop(f"{self.in_a_row} steps in a row, up to step {step + 1}, were not finite", step)
 
     def _stop(self, found: str, step: int) -> NoReturn:
         error = NonFiniteError(

@@ -38,13 +38,15 @@ class Progress:
     Args:
         total_steps: Optimizer steps of the run.
         enabled: False where nothing is to be shown: on other ranks than 0, or when the config says so.
+        first_step: Steps taken before, by the run that this one resumes; they took no time of this one.
     """
 
-    def __init__(self, total_steps: int, enabled: bool) -> None:
-        self._total = total_steps
+    def __init__(self, total_steps: int, enabled: bool, first_step: int = 0) -> None:
+        self._total, self._first = total_steps, first_step
         self._plain = enabled and not sys.stderr.isatty()
         self._bar = tqdm(
             total=total_steps,
+            initial=first_step,
             disable=not enabled or self._plain,
             unit="step",
             bar_format="{desc}{percentage:3.0f}%|{bar:16}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}] {postfix}",
@@ -77,6 +79,6 @@ class Progress:
         if self._plain and (is_last or now - self._last_line >= PLAIN_LINE_EVERY_S):
             self._last_line = now
             elapsed = now - self._started
-            remaining = elapsed / metrics.step * (self._total - metrics.step)
+            remaining = elapsed / (metrics.step - self._first) * (self._total - metrics.step)
             clock = f"{tqdm.format_interval(elapsed)}<{tqdm.format_interval(remaining)}"
             get_logger().info("step %d/%d [%s]  %s", metrics.step, self._total, clock, summary(metrics))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
 
-from ds_trainer.metrics import EvalMetrics, StepMetrics
+from ds_trainer.metrics import EvalMetrics, StepMetrics, from_line, to_line
 
 
 @dataclass
@@ -36,6 +39,20 @@ class TrainerState:
     best_global_step: int | None = None
     best_model_checkpoint: str | None = None
     log_history: list[StepMetrics | EvalMetrics] = field(default_factory=list)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As JSON."""
+        kept = {f.name: getattr(self, f.name) for f in fields(self)}
+        norm = self.grad_norm if math.isfinite(self.grad_norm) else None
+        return kept | {"grad_norm": norm, "log_history": [to_line(metrics) for metrics in self.log_history]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Sets what `state_dict` returned, but for `max_steps`, which the config and the data say."""
+        for f in fields(self):
+            if f.name != "max_steps":
+                setattr(self, f.name, state[f.name])
+        self.grad_norm = math.inf if state["grad_norm"] is None else state["grad_norm"]
+        self.log_history = [from_line(line) for line in state["log_history"]]
 
 
 @dataclass

@@ -5,32 +5,53 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
 
 import torch
 from torch import nn
 
 from ds_trainer.assembly import Ingredients, assemble
-from ds_trainer.callbacks import Callback, MetricsCallback, PlotCallback, ProgressCallback
+from ds_trainer.callbacks import Callback, MetricsCallback, PlotCallback, ProgressCallback, restore_states, states_of
 from ds_trainer.checkpoint.export import export_model
+from ds_trainer.checkpoint.folder import remove_leftovers
+from ds_trainer.checkpoint.rng import set_rng_state
+from ds_trainer.checkpoint.store import STATE, Checkpoint, RankState, open_checkpoint
+from ds_trainer.checkpoint.trial import trial_save
+from ds_trainer.checkpointing import best_parameters, load_checkpoint, save_checkpoint
 from ds_trainer.config.io import load_config
-from ds_trainer.config.resolve import total_steps
 from ds_trainer.config.schema import RunConfig
 from ds_trainer.data.loader import BatchLoader
 from ds_trainer.errors import ConfigError
 from ds_trainer.evaluation import EvaluationResult, prediction_metrics, run_evaluation
 from ds_trainer.executors.accumulate import StepLoss, run_accumulate
+from ds_trainer.keeper import CheckpointKeeper
 from ds_trainer.log import get_logger, warn_once
-from ds_trainer.mesh.agree import agreed
+from ds_trainer.mesh import signals
+from ds_trainer.mesh.agree import agree, agreed
 from ds_trainer.mesh.memory import peak_memory_bytes
+from ds_trainer.mesh.signals import StopRequested
 from ds_trainer.metrics import EvalMetrics, WindowMean
 from ds_trainer.non_finite import NonFinitePolicy
 from ds_trainer.optim import lr_factor
 from ds_trainer.output import METRICS, MODEL, claimed, set_aside_earlier_run
-from ds_trainer.state import TrainerState
+from ds_trainer.state import TrainerControl, TrainerState
 
+P = ParamSpec("P")
+R = TypeVar("R")
 ConfigSource = str | Path | dict | RunConfig | tuple[RunConfig, dict[str, str]]
+
+
+def _guarded(method: Callable[Concatenate[Trainer, P], R]) -> Callable[Concatenate[Trainer, P], R]:
+    """One of the trainer's calls that all ranks make: an exception that leaves it on one of them ends all."""
+
+    @wraps(method)
+    def call(self: Trainer, *args: P.args, **kwargs: P.kwargs) -> R:
+        with self.run.mesh.monitor.guard():
+            return method(self, *args, **kwargs)
+
+    return call
 
 
 class Trainer:
@@ -69,7 +90,8 @@ class Trainer:
     ) -> None:
         _check_callbacks(callbacks)
         run_config, origins = _loaded(config, model)
-        optimizer, self._lr_scheduler = optimizers
+        optimizer, self.lr_scheduler = optimizers
+        self._optimizer_is_given = optimizer is not None
         given = Ingredients(
             model=model if isinstance(model, nn.Module) else None,
             train_dataset=train_dataset,
@@ -78,28 +100,35 @@ class Trainer:
             data_collator=data_collator,
             compute_loss_func=compute_loss_func,
             optimizer=optimizer,
-            scheduler=self._lr_scheduler,
+            scheduler=self.lr_scheduler,
         )
-        self.run = assemble(run_config, origins, given)
+        with signals.listening():
+            self.run = assemble(run_config, origins, given)
         self.config = self.run.resolved.config
         self.engine = self.run.engine
         self.is_world_process_zero = self.run.mesh.grid.rank == 0
         self.state = TrainerState(max_steps=self._total_steps())
         self.callbacks = [*self._built_in_callbacks(), *callbacks]
+        self.control = TrainerControl()
         self._compute_metrics = compute_metrics
         self._base_lrs = [group["lr"] for group in self.engine.param_groups()]
         self._window = WindowMean()
+        self._stop_signal = False
+        self._keeper = CheckpointKeeper(self.config, self.state, self._save)
+        self._random: RankState | None = None
         if self.run.train_loader is not None:
             self._non_finite = NonFinitePolicy(self.config, self.run.train_loader.sampler, self.run.mesh)
+            if self.run.checkpoint is not None:
+                self._resume(self.run.checkpoint)
         self._set_lr()
+        self._call("on_init_end")
 
     def _total_steps(self) -> int:
         if self.run.train_loader is None:
             return 0
-        samples = self.run.train_loader.sampler.num_samples
-        config = self.config
-        assert config.batch.global_size is not None
-        return total_steps(samples, config.batch.global_size, config.run.epochs, config.run.max_steps)
+        sampler, run = self.run.train_loader.sampler, self.config.run
+        bounds = [run.max_steps, sampler.steps_of(run.epochs) if run.epochs is not None else None]
+        return min(bound for bound in bounds if bound is not None)
 
     def _built_in_callbacks(self) -> list[Callback]:
         if not self.is_world_process_zero:
@@ -109,6 +138,7 @@ class Trainer:
         built_in: list[Callback] = [ProgressCallback(self.config.logging.progress_bar), MetricsCallback(metrics)]
         return [*built_in, PlotCallback(metrics, folder)] if self.config.logging.plots else built_in
 
+    @_guarded
     def train(self) -> TrainerState:
         """Runs every step, the evaluations, and the export at the end.
 
@@ -121,7 +151,7 @@ class Trainer:
                 "training needs data.train or Trainer(train_dataset=...)",
                 "set data.train to json, jsonl or parquet files",
             )
-        with self._output_folder():
+        with signals.listening(), self._output_folder():
             self._train()
         return self.state
 
@@ -129,28 +159,70 @@ class Trainer:
     def _output_folder(self) -> Iterator[None]:
         """Holds the output folder on rank 0 and sets an earlier run's metrics aside."""
         with ExitStack() as stack:
-            with agreed(self.run.mesh):
+            agree(self.run.mesh, "train()")
+            with agreed(self.run.mesh, "the output folder"):
                 if self.is_world_process_zero:
-                    stack.enter_context(claimed(Path(self.config.run.output_dir)))
-                    set_aside_earlier_run(Path(self.config.run.output_dir))
+                    output_dir = Path(self.config.run.output_dir)
+                    stack.enter_context(claimed(output_dir))
+                    remove_leftovers(output_dir)
+                    if self.run.checkpoint is None:
+                        set_aside_earlier_run(output_dir)
             yield
 
     def _train(self) -> None:
         try:
+            with agreed(self.run.mesh, "the trial save"):
+                self._trial_save()
             self._call("on_train_begin")
-            self._evaluate_if(self.config.evaluation.at_start)
-            while self.state.global_step < self.state.max_steps:
-                self.train_step()
-                if self.state.global_step < self.state.max_steps:
-                    self._evaluate_if(self._evaluation_is_due())
-            if self.config.checkpoint.export:
-                self.save_model()  # Before anything else that could fail: there is no way back to these weights.
-            self._evaluate_if(self.config.evaluation.at_end or self._evaluation_is_due())
-            self._call("on_train_end")
-            self._report_idle_steps()
+            self._set_random_state()
+            self._loop()
+            self._finish()
+        except StopRequested:
+            self._save_and_stop()
         finally:
             for callback in self.callbacks:
                 callback.close()
+
+    def _loop(self) -> None:
+        """Steps, evaluations and checkpoints, up to the last step, which `_finish` deals with."""
+        self._evaluate_if(self._evaluation_is_due() if self.state.global_step else self.config.evaluation.at_start)
+        while not self._is_done():
+            wishes = self.train_step()
+            if self._is_done():
+                break
+            self._keeper.after_step(wishes.should_save)
+            self._evaluate_if(wishes.should_evaluate or self._evaluation_is_due())
+            if self._stop_signal:
+                raise StopRequested
+
+    def _is_done(self) -> bool:
+        return self.state.global_step >= self.state.max_steps
+
+    def _finish(self) -> None:
+        """What is left after the last step: no way leads back to these weights, so they are written first."""
+        self._keeper.at_end()
+        best = self.config.checkpoint.load_best_model_at_end
+        if self.config.checkpoint.export and not best:
+            self.save_model()
+        self._evaluate_if(self.config.evaluation.at_end or self._evaluation_is_due())
+        if self._stop_signal:
+            raise StopRequested
+        if self.config.checkpoint.export and best:
+            self.save_model()
+        self._call("on_train_end")
+        self._report_idle_steps()
+
+    def _save_and_stop(self) -> NoReturn:
+        """Ends the run at a signal: one whole checkpoint, and an exit code of its own on every rank."""
+        why = "; ".join(dict.fromkeys(filter(None, self.run.mesh.gather_objects(signals.reason()))))
+        self._keeper.at_stop()
+        get_logger().warning(
+            "stopped by %s after step %d: checkpoint.resume = auto goes on from there (exit code %d)",
+            why,
+            self.state.global_step,
+            signals.EXIT_CODE,
+        )
+        raise StopRequested
 
     def _report_idle_steps(self) -> None:
         for count, what in (
@@ -160,17 +232,28 @@ class Trainer:
             if count:
                 get_logger().warning("warning: %d of %d steps %s", count, self.state.global_step, what)
 
-    def train_step(self) -> StepLoss:
-        """One optimizer step: micro-batches, reduction, clipping, update, the next learning rate, logging."""
+    @_guarded
+    def train_step(self) -> TrainerControl:
+        """One optimizer step: micro-batches, reduction, clipping, update, the next learning rate, logging.
+
+        Returns:
+            What callbacks of any rank asked for in it; a wish to stop or to log has been seen to.
+        """
         loader, state = self.run.train_loader, self.state
         assert loader is not None
+        self._set_random_state()
+        if loader.sampler.position(state.global_step).start == 0:
+            self._call("on_epoch_begin")
         began, waited = time.monotonic(), loader.input_wait_s
         self._call("on_step_begin")
-        step_loss = run_accumulate(loader.step(state.global_step), self.engine, self.run.loss, self.run.mesh)
+        place = f"step {state.global_step + 1}"
+        mine = loader.sampler.microbatches(state.global_step)
+        self.run.mesh.monitor.at(place, state.global_step + 1, [i for samples in mine for i in samples])
+        step_loss = run_accumulate(loader.step(state.global_step), self.engine, self.run.loss, self.run.mesh, place)
         lr = self.engine.param_groups()[0]["lr"]
         skipped = self._update(step_loss)
         state.global_step += 1
-        state.epoch = state.global_step / loader.sampler.steps_per_epoch
+        state.epoch = loader.sampler.epochs_before(state.global_step)
         state.loss = step_loss.mean if step_loss.num_tokens else None
         self._set_lr()
         self._window.add(
@@ -183,9 +266,28 @@ class Trainer:
             skipped=skipped,
         )
         self._call("on_step_end")
-        if state.global_step % self.config.logging.every_steps == 0 or state.global_step == state.max_steps:
+        if loader.sampler.position(state.global_step).start == 0:
+            self._call("on_epoch_end")
+        wishes = self._agree_on_wishes()
+        due = state.global_step % self.config.logging.every_steps == 0
+        if due or wishes.should_log or self._is_done():
             self._log(lr)
-        return step_loss
+        return wishes
+
+    def _agree_on_wishes(self) -> TrainerControl:
+        """What the ranks' callbacks and signals ask for, the same on every rank.
+
+        Comm: one agreement over the data ranks.
+        """
+        control = self.control
+        asked = (control.should_training_stop, control.should_save, control.should_evaluate, control.should_log)
+        self.control = TrainerControl()
+        agreement = agree(self.run.mesh, f"the end of step {self.state.global_step}", *asked)
+        wishes = TrainerControl(*(count > 0 for count in agreement.sums))
+        self._stop_signal |= agreement.stop
+        if wishes.should_training_stop:
+            self.state.max_steps = self.state.global_step
+        return wishes
 
     def _update(self, step_loss: StepLoss) -> bool:
         """Updates the weights, unless the step has no label token or is not finite; returns whether it was dropped."""
@@ -205,9 +307,9 @@ class Trainer:
 
     def _set_lr(self) -> None:
         """Sets the rate of the coming step; after the last one it stands at the schedule's end."""
-        if self._lr_scheduler is not None:
+        if self.lr_scheduler is not None:
             if self.state.global_step:
-                self._lr_scheduler.step()
+                self.lr_scheduler.step()
             return
         factor = lr_factor(self.config.schedule, self.state.global_step, self.state.max_steps)
         for group, base in zip(self.engine.param_groups(), self._base_lrs, strict=True):
@@ -236,6 +338,7 @@ class Trainer:
         if due and not done and self.run.eval_loader is not None:
             self.evaluate()
 
+    @_guarded
     def evaluate(self) -> dict[str, float]:
         """Runs the evaluation data once.
 
@@ -248,13 +351,88 @@ class Trainer:
                 "evaluation needs data.eval or Trainer(eval_dataset=...)",
                 "set data.eval to json, jsonl or parquet files",
             )
+        agree(self.run.mesh, "evaluate()")
         result = self._evaluate_on(self.run.eval_loader, collect=self._compute_metrics is not None)
         extra = {f"eval_{k}": float(v) for k, v in prediction_metrics(result, self._compute_metrics).items()}
         metrics = EvalMetrics(self.state.global_step, result.loss, result.num_tokens, result.seconds, extra)
         self.state.log_history.append(metrics)
+        if self.run.train_loader is not None:
+            self._keeper.after_evaluation(metrics)
         self._call("on_evaluate", metrics)
+        if self.run.train_loader is not None and self._agree_on_wishes().should_save:
+            self._keeper.save_once()
         return {"eval_loss": result.loss, **extra}
 
+    @_guarded
+    def save_checkpoint(self) -> Path:
+        """Saves everything that the next step depends on, as `<output_dir>/checkpoint-<step>`. Every rank must call it.
+
+        Raises:
+            MachineError: On every rank, if one could not write; earlier checkpoints are untouched.
+        """
+        agree(self.run.mesh, "save_checkpoint()")
+        return self._keeper.save()
+
+    def _save(self) -> Path:
+        folder = save_checkpoint(self.run, Path(self.config.run.output_dir), self.state.global_step, self._state_dict())
+        self._call("on_save", folder)
+        return folder
+
+    def _state_dict(self) -> dict[str, Any]:
+        """The trainer's part of a checkpoint, as JSON."""
+        assert self.run.train_loader is not None
+        sampler, scheduler = self.run.train_loader.sampler, self.lr_scheduler
+        return {
+            **self.state.state_dict(),
+            "data": sampler.state_dict(),
+            "window": self._window.state_dict(),
+            "skipped_in_a_row": self._non_finite.in_a_row,
+            "scheduler": scheduler.state_dict() if scheduler is not None else None,
+            "optimizer_groups": self._given_groups(),
+            "callbacks": states_of(self.callbacks),
+        }
+
+    def _given_groups(self) -> list[dict[str, Any]] | None:
+        """What an optimizer of the user's keeps in its groups; the config says it for the others."""
+        if not self._optimizer_is_given:
+            return None
+        return [{k: v for k, v in group.items() if k != "params"} for group in self.engine.param_groups()]
+
+    def _resume(self, checkpoint: Checkpoint) -> None:
+        """Goes on from a checkpoint, whose weights are in the engine already."""
+        state, run = checkpoint.json(STATE), self.run
+        assert run.train_loader is not None
+        self._random = load_checkpoint(run, checkpoint, state)
+        self.state.load_state_dict(state)
+        run.train_loader.sampler.load_state_dict(state["data"], self.state.global_step)
+        self.state.max_steps = self._total_steps()
+        self._window.load_state_dict(state["window"])
+        self._non_finite.in_a_row = state["skipped_in_a_row"]
+        if self.lr_scheduler is not None:
+            self.lr_scheduler.load_state_dict(state["scheduler"])
+        for group, saved in zip(self.engine.param_groups(), state["optimizer_groups"] or (), strict=False):
+            group.update(saved)
+        restore_states(self.callbacks, state["callbacks"])
+        self._keeper.saved_step = self.state.global_step
+        if self._is_done():
+            text = "%s is the end of a finished run of %d steps: nothing is left to train"
+            get_logger().info(text, checkpoint.folder, self.state.max_steps)
+        else:
+            done, total = self.state.global_step, self.state.max_steps
+            get_logger().info("resumed from %s: %d of %d steps are done", checkpoint.folder, done, total)
+
+    def _set_random_state(self) -> None:
+        """Sets the random numbers of a resumed run, after all that came before its first step."""
+        if self._random is not None:
+            set_rng_state(self._random.tensors, self._random.rest["rng"])
+            self._random = None
+
+    def _trial_save(self) -> None:
+        if self.is_world_process_zero:
+            output_dir = Path(self.config.run.output_dir)
+            trial_save(output_dir, self.run.model, self.run.tokenizer, self.run.export_dtype, self._state_dict())
+
+    @_guarded
     def predict(self, test_dataset: Any) -> Any:
         """Logits of a data set, in its order.
 
@@ -266,15 +444,20 @@ class Trainer:
         """
         from transformers.trainer_utils import PredictionOutput
 
+        agree(self.run.mesh, "predict()")
         loader = self.run.splits.test(test_dataset)
         result = self._evaluate_on(loader, collect=True)
         assert result.predictions is not None
         metrics = {f"test_{k}": float(v) for k, v in prediction_metrics(result, self._compute_metrics).items()}
-        return PredictionOutput(result.predictions, result.label_ids, {"test_loss": result.loss, **metrics})
+        metrics = {"test_loss": result.loss, **metrics}
+        self._call("on_predict", metrics)
+        return PredictionOutput(result.predictions, result.label_ids, metrics)
 
     def _evaluate_on(self, loader: BatchLoader, collect: bool) -> EvaluationResult:
-        return run_evaluation(loader, self.engine, self.run.loss, self.run.mesh, collect)
+        run = self.run
+        return run_evaluation(loader, run.engine, run.loss, run.mesh, collect, lambda: self._call("on_prediction_step"))
 
+    @_guarded
     def save_model(self, output_dir: str | Path | None = None) -> Path:
         """Writes the model as a Hugging Face folder that `from_pretrained` loads. Every rank must call it.
 
@@ -282,9 +465,10 @@ class Trainer:
             output_dir: Folder; None: `<run.output_dir>/model`.
         """
         folder = Path(output_dir or Path(self.config.run.output_dir) / MODEL)
-        with agreed(self.run.mesh):
+        agree(self.run.mesh, "save_model()")
+        with agreed(self.run.mesh, "the export"):
             export_model(
-                self.engine.full_parameters(),
+                self._parameters_to_export(),
                 self.run.model,
                 self.run.tokenizer,
                 str(folder),
@@ -295,9 +479,19 @@ class Trainer:
         get_logger().info("model: %s", folder)
         return folder
 
+    def _parameters_to_export(self) -> Iterator[tuple[str, torch.Tensor]]:
+        best = self.state.best_model_checkpoint
+        if best is None or not self.config.checkpoint.load_best_model_at_end:
+            return self.engine.full_parameters()
+        get_logger().info("the export is the best model, of step %d", self.state.best_global_step)
+        return best_parameters(self.engine, open_checkpoint(Path(best), self.run.mesh).stored())
+
     def close(self) -> None:
-        """Releases the engine's files and hooks."""
+        """Releases the engine's files and hooks, and ends the data workers."""
         self.engine.close()
+        for loader in (self.run.train_loader, self.run.eval_loader):
+            if loader is not None:
+                loader.close()
 
     def _call(self, event: str, *args: Any) -> None:
         for callback in self.callbacks:

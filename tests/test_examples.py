@@ -19,6 +19,7 @@ from ds_trainer.config.resolved import Machine
 from ds_trainer.metrics import read_metrics
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.launch import chats, run_folder, write_json, write_jsonl
+from tests.helpers.runs import D8, make_trainer
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -118,6 +119,17 @@ def test_callbacks_keeps_the_best_model_of_the_evaluations(world, config, tmp_pa
     world(run_script, 2, "train.py", ["--config", config, *rates[:-2], *at_best])
     there = AutoModelForCausalLM.from_pretrained(tmp_path / "until_best" / "model").state_dict()
     assert all(torch.equal(best[name], there[name]) for name in there)
+
+
+def stop_at_goal(out, goal):
+    given = {"eval_dataset": D8[:2], "callbacks": [module("callbacks.py").StopAtGoal(goal)]}
+    evaluation = {"every_steps": 1}
+    return make_trainer("ddp", out, given=given, run={"max_steps": 3}, evaluation=evaluation).train().global_step
+
+
+@pytest.mark.parametrize(("goal", "steps"), [(100.0, 1), (0.0, 3)])
+def test_callbacks_stops_at_its_goal(world, tmp_path, goal, steps):
+    assert world(stop_at_goal, 2, tmp_path, goal) == [steps, steps]
 
 
 def test_custom_model_learns_to_classify_and_exports_its_class(world, tmp_path):

@@ -81,9 +81,7 @@ def _write(
         for name, tensor in _to_checkpoint_form(parameters, model, twin):
             writer.add(name, tensor)
         writer.finish()
-        _write_config(model, aside, dtype)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(aside)
+        write_model_files(model, tokenizer, aside, dtype)
         _check(aside, twin)
         _sync(aside)
         _publish(aside, folder)
@@ -191,7 +189,19 @@ class _ShardWriter:
         return self._folder / f"part-{number}"
 
 
-def _write_config(model: PreTrainedModel, folder: Path, dtype: torch.dtype) -> None:
+def write_model_files(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, folder: Path, dtype: torch.dtype
+) -> None:
+    """Writes everything of a Hugging Face folder but the weights: config, generation config, code, tokenizer.
+
+    Args:
+        model: The model.
+        tokenizer: Its tokenizer, if it has one.
+        folder: An existing folder.
+        dtype: Format of the weights, named in the config.
+    """
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
     config = deepcopy(model.config)
     config.architectures = [type(model).__name__]
     config.dtype = str(dtype).removeprefix("torch.")

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from importlib import import_module
 
-from ds_trainer.cli.train import add_train_arguments
+from ds_trainer.cli.train import add_local_rank, add_train_arguments
 from ds_trainer.errors import exit_on_user_error
 
 
@@ -26,9 +26,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="ds-trainer", description="Fine-tune Hugging Face checkpoints from one JSON.")
+    add_local_rank(parser)
     commands = parser.add_subparsers(dest="command", required=True)
     train = commands.add_parser("train", help="fine-tune a model by a run's JSON", allow_abbrev=False)
     train.add_argument("config", help="the run's JSON")
+    train.add_argument("--nproc", type=_number_of_ranks, metavar="N", help="start N ranks on this machine")
     add_train_arguments(train)
     train.set_defaults(handler="ds_trainer.cli.train")
     _add_config(commands.add_parser("config", help="show, check and translate a run's JSON"))

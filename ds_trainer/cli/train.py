@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
+from ds_trainer.cli.ranks import run_ranks
 from ds_trainer.config.io import load_config
 from ds_trainer.config.schema import RunConfig
+from ds_trainer.mesh.launch_environment import check_local_rank
 
 
 def add_train_arguments(parser: argparse.ArgumentParser) -> None:
@@ -16,13 +19,24 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--deepspeed_config", metavar="DS.JSON", help="DeepSpeed JSON, merged last (native.deepspeed)")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error in the config or the data")
-    # The launcher's variables say the same; the option is accepted so that `deepspeed train.py` works.
-    parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
+    add_local_rank(parser)
     parser.add_argument("--deepspeed", action="store_true", help=argparse.SUPPRESS)
 
 
+def add_local_rank(parser: argparse.ArgumentParser) -> None:
+    """Accepts what the deepspeed launcher puts before all other arguments; its variables say the same."""
+    # No default: that of a sub-command would hide what was given before its name.
+    parser.add_argument("--local_rank", "--local-rank", type=int, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+
+
 def config_from_arguments(args: argparse.Namespace) -> tuple[RunConfig, dict[str, str]]:
-    """The config that the arguments describe, and where each key comes from."""
+    """The config that the arguments describe, and where each key comes from.
+
+    Raises:
+        ConfigErrors: Every fault of the config.
+        MachineError: `--local_rank` contradicts the launcher's variables.
+    """
+    check_local_rank(getattr(args, "local_rank", None))
     return load_config(args.config, args.set, args.deepspeed_config)
 
 
@@ -41,9 +55,21 @@ def parse_train_arguments(default_config: str | Path) -> argparse.Namespace:
 def run(args: argparse.Namespace) -> int:
     """Trains; the handler of `ds-trainer train`."""
     config = config_from_arguments(args)
+    if args.nproc is not None:
+        return run_ranks(_command_of_a_rank(args), args.nproc)
     from ds_trainer.trainer import Trainer  # Loads torch, which takes seconds: a wrong config is told before.
 
     trainer = Trainer(config=config)
     trainer.train()
     trainer.close()
     return 0
+
+
+def _command_of_a_rank(args: argparse.Namespace) -> list[str]:
+    """The same command without `--nproc`, its output unbuffered, so that nothing of a rank that dies is lost."""
+    named = [f"--set={setting}" for setting in args.set]
+    if args.deepspeed_config is not None:
+        named.append(f"--deepspeed_config={args.deepspeed_config}")
+    if args.debug:
+        named.append("--debug")
+    return [sys.executable, "-u", "-m", "ds_trainer", "train", args.config, *named]

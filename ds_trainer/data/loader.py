@@ -3,30 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from collections.abc import Iterator, Mapping
+from itertools import count
+from typing import Any
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
+from ds_trainer.data.failure import Failure
+from ds_trainer.data.microbatch import Batch, BatchMaker, Collator, MapDataset, Task
 from ds_trainer.data.sampler import GlobalBatchSampler
 from ds_trainer.data.text import IGNORE
+from ds_trainer.data.workers import BatchStream
 from ds_trainer.errors import DataError
 
-Batch = dict[str, Any]
-Collator = Callable[[list[Any]], Batch]
-
 PADDED_KEYS = {"input_ids", "labels", "attention_mask"}
-
-
-class MapDataset(Protocol):
-    """What a loader reads samples from."""
-
-    def __len__(self) -> int:
-        """Number of samples."""
-
-    def __getitem__(self, i: int, /) -> Any:
-        """Sample `i`."""
 
 
 def padding_id(tokenizer: Any) -> int:
@@ -81,11 +72,14 @@ class BatchLoader:
         dataset: Map-style samples.
         sampler: Says which samples a step holds.
         collate_fn: Makes a batch of a list of samples, as in Hugging Face (`data_collator`).
-        vocab_size: Rows of the model's embedding; None: unchecked.
-        max_positions: Longest sequence the model takes; None: unchecked.
+        num_workers: Processes that read and collate; 0: this one.
+        prefetch_factor: Micro-batches that each worker makes ahead.
+        pin_memory: Hand batches over in page-locked memory.
+        one_pass: The data set is read once from step 0 on: workers end with its last step, and do not read on.
+        maker: Further arguments of `BatchMaker`.
 
     Attributes:
-        input_wait_s: Seconds spent reading and collating so far.
+        input_wait_s: Seconds that this process has waited for micro-batches so far.
     """
 
     def __init__(
@@ -94,56 +88,71 @@ class BatchLoader:
         sampler: GlobalBatchSampler,
         collate_fn: Collator,
         *,
-        vocab_size: int | None = None,
-        max_positions: int | None = None,
+        num_workers: int = 0,
+        prefetch_factor: int = 2,
+        pin_memory: bool = False,
+        one_pass: bool = False,
+        **maker: Any,
     ) -> None:
-        self.dataset, self.sampler, self.collate_fn = dataset, sampler, collate_fn
-        self.vocab_size, self.max_positions = vocab_size, max_positions
+        self.sampler = sampler
+        self.maker = BatchMaker(dataset, collate_fn, **maker)
         self.input_wait_s = 0.0
+        self._reading = (num_workers, prefetch_factor, pin_memory)
+        self._one_pass = one_pass
+        self._stream: BatchStream | None = None
+        self._next_step: int | None = None
+        """The step that the stream is at the beginning of; None: inside one."""
 
     def step(self, k: int) -> Iterator[Batch]:
         """The micro-batches of step `k`, as many on every rank.
 
+        Steps in order are read ahead; any other one is begun in constant time, without reading what lies between.
         Where the short last batch of an epoch leaves this rank without samples, it gets one real sample with every
         label at -100: the pass runs, so that collectives pair up, and adds nothing.
 
         Raises:
             DataError: Ids beyond the embedding, a sequence beyond the model's positions, or a batch without labels.
+            MachineError: A worker process has ended.
         """
-        for samples in self.sampler.microbatches(k):
-            started = time.perf_counter()
-            batch = self._collate(samples) if samples else self._filler(k)
-            self._check(batch, samples)
+        started = time.perf_counter()
+        stream = self._stream_at(k)
+        for left in reversed(range(self.sampler.num_microbatches(k))):
+            batch = next(stream)
+            if left == 0:
+                self._passed(k)
             self.input_wait_s += time.perf_counter() - started
             yield batch
+            started = time.perf_counter()
 
-    def _collate(self, samples: list[int]) -> Batch:
-        batch = self.collate_fn([self.dataset[i] for i in samples])
-        if "labels" not in batch:
-            raise DataError(
-                f"the data collator returns no labels for samples {samples}, only {sorted(batch)}",
-                "the loss is divided by the labels of the whole step, so every batch has labels",
-                "return labels from data_collator, -100 where nothing is to be learned",
-            )
-        return batch
+    def rehearsal(self) -> Batch:
+        """A micro-batch of one sample, outside of any step."""
+        made = self.maker[Task(0, 0, [0])]
+        if isinstance(made, Failure):
+            made.reraise()
+        return made
 
-    def _filler(self, k: int) -> Batch:
-        batch = self._collate(self.sampler.global_batch(k)[:1])
-        return {**batch, "labels": torch.full_like(batch["labels"], IGNORE)}
+    def close(self) -> None:
+        """Ends the workers; a later step starts others."""
+        if self._stream is not None:
+            self._stream.close()
+        self._stream = self._next_step = None
 
-    def _check(self, batch: Batch, samples: list[int]) -> None:
-        ids = batch.get("input_ids")
-        if ids is None:
-            return
-        if self.max_positions is not None and ids.shape[-1] > self.max_positions:
-            raise DataError(
-                f"samples {samples} have {ids.shape[-1]} tokens, the model has {self.max_positions} positions",
-                "a sample may not be longer than the model's positions",
-                "shorten the samples, or set data.max_length",
-            )
-        if self.vocab_size is not None and int(ids.max()) >= self.vocab_size:
-            raise DataError(
-                f"samples {samples} have token id {int(ids.max())}, the model's embedding has {self.vocab_size} rows",
-                "ids lie between 0 and the number of rows less one",
-                "set model.resize_embeddings to true, or model.tokenizer to the one that belongs to the checkpoint",
-            )
+    def _stream_at(self, k: int) -> BatchStream:
+        """The stream at the beginning of step `k`, as it is or begun anew; until `_passed` it is inside the step."""
+        if self._stream is None or self._next_step != k:
+            self.close()
+            self._stream = BatchStream(self.maker, self._tasks(k), *self._reading)
+        self._next_step = None
+        return self._stream
+
+    def _passed(self, k: int) -> None:
+        self._next_step = k + 1
+        if self._one_pass and self._next_step == self.sampler.steps_per_epoch:
+            self.close()
+
+    def _tasks(self, first: int) -> Iterator[Task]:
+        """What to make from step `first` on."""
+        for step in range(first, self.sampler.steps_per_epoch) if self._one_pass else count(first):
+            epoch, filler = self.sampler.position(step).epoch, self.sampler.global_batch(step)[:1]
+            for samples in self.sampler.microbatches(step):
+                yield Task(step, epoch, samples or filler, is_filler=not samples)

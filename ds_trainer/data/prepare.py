@@ -12,13 +12,13 @@ from huggingface_hub.constants import HF_HOME
 from tqdm import tqdm
 
 from ds_trainer.config.schema import DataConfig
-from ds_trainer.data.once import build_once
+from ds_trainer.data.once import StopCheck, build_once
 from ds_trainer.data.sources import Origin, Source, open_source
 from ds_trainer.data.text import IGNORE, Encoded, encode
 from ds_trainer.data.tokenized import DataStats, TokenizedDataset, write
 from ds_trainer.errors import DataError, MachineError
 
-FORMAT = 1
+FORMAT = 2
 """Part of the cache key: raise it when the same records would become other tokens or another file."""
 NO_LIMIT = 10**9
 """Tokenizers without a limit of their own state an astronomical one."""
@@ -49,6 +49,7 @@ def prepare(
         DataError: Missing or broken files, records of a wrong shape, no chat template where one is needed, ids beyond
             the embedding, no samples, nothing to learn, or too many samples truncated, dropped or left without labels.
         MachineError: The cache cannot be written.
+        StopRequested: A signal has asked one of the processes to stop.
     """
     opened = open_source(source, what)
     template = read_chat_template(data_config.chat_template) if data_config.chat_template else None
@@ -57,9 +58,9 @@ def prepare(
     key = _key(opened, _tokenizer_state(tokenizer), template, limit, vocab_size, policy)
     target = Path(data_config.cache_dir or Path(HF_HOME, "ds_trainer")) / key
 
-    def build(folder: Path) -> None:
+    def build(folder: Path, check_stop: StopCheck) -> None:
         stats = DataStats()
-        samples = _samples(opened, tokenizer, template, limit, data_config, vocab_size, what, stats)
+        samples = _samples(opened, tokenizer, template, limit, data_config, vocab_size, what, stats, check_stop)
         write(folder, samples, stats)
         _check(stats, limit, data_config, _name(source, what))
 
@@ -113,10 +114,12 @@ def _samples(
     vocab_size: int | None,
     what: str,
     stats: DataStats,
+    check_stop: StopCheck,
 ) -> Iterator[Encoded]:
     """Encodes, checks and shortens record by record, and counts what happens to each."""
     bar = tqdm(source.records(), desc=f"tokenising {what}", total=source.total, unit=" records", mininterval=0.5)
     for record, origin in bar:
+        check_stop()
         stats.records += 1
         sample = encode(record, tokenizer, template, origin)
         if not sample.input_ids:

@@ -6,9 +6,27 @@ samples at the same step.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any, NamedTuple
+
 import numpy as np
 
 from ds_trainer.errors import DataError
+
+
+class Position(NamedTuple):
+    """Where a step begins.
+
+    Args:
+        step: Optimizer steps before it.
+        epoch: The pass over the data, from 0.
+        start: Samples of that pass before it.
+    """
+
+    step: int = 0
+    epoch: int = 0
+    start: int = 0
 
 
 class GlobalBatchSampler:
@@ -29,6 +47,10 @@ class GlobalBatchSampler:
         data_ranks: Number of data ranks.
         seed: Seed of the permutations.
         shuffle: Draw a new permutation each epoch; False: the data set's own order.
+
+    Attributes:
+        origin: Where steps are counted from. A run that goes on with another global size begins there, in the middle of
+            an epoch; the rest of that epoch is cut into batches of the new size.
 
     Raises:
         DataError: The data set is empty.
@@ -51,38 +73,75 @@ class GlobalBatchSampler:
         self.num_samples, self.global_size, self.micro_size = num_samples, global_size, micro_size
         self.data_rank, self.data_ranks = data_rank, data_ranks
         self.seed, self.shuffle = seed, shuffle
-        self._cached: tuple[int, np.ndarray] | None = None
+        self.origin = Position()
+        # Two epochs: at the end of one, reading ahead and training go on in turns.
+        self._order = lru_cache(maxsize=2)(self._draw_order)
 
     @property
     def steps_per_epoch(self) -> int:
         """Global batches in one pass over the data, the short last one included."""
         return -(-self.num_samples // self.global_size)
 
-    def epoch_of(self, step: int) -> int:
-        """The pass over the data, from 0, that `step` (from 0) belongs to."""
-        return step // self.steps_per_epoch
+    def position(self, step: int) -> Position:
+        """Where `step` (from 0) begins, in constant time.
+
+        Raises:
+            ValueError: It lies before the origin.
+        """
+        since = step - self.origin.step
+        if since < 0:
+            raise ValueError(f"step {step} lies before the origin {self.origin}")
+        first = self._steps_to_end_of(self.origin)
+        if since < first:
+            return Position(step, self.origin.epoch, self.origin.start + since * self.global_size)
+        epochs, batch = divmod(since - first, self.steps_per_epoch)
+        return Position(step, self.origin.epoch + 1 + epochs, batch * self.global_size)
+
+    def _steps_to_end_of(self, position: Position) -> int:
+        return -(-(self.num_samples - position.start) // self.global_size)
+
+    def epochs_before(self, step: int) -> float:
+        """Passes over the data before `step`, with a fraction: its batches over those of an epoch."""
+        _, epoch, start = self.position(step)
+        return epoch + start / self.global_size / self.steps_per_epoch
+
+    def steps_of(self, epochs: int) -> int:
+        """Steps of a run of so many passes over the data, those before the origin included."""
+        later = epochs - self.origin.epoch - 1
+        return self.origin.step + max(0, self._steps_to_end_of(self.origin) + later * self.steps_per_epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What another sampler needs to go on from any step of this one; JSON."""
+        return {"num_samples": self.num_samples, "global_size": self.global_size, "origin": list(self.origin)}
+
+    def load_state_dict(self, state: Mapping[str, Any], step: int) -> None:
+        """Goes on where the sampler that `state` describes stood before `step`, perhaps with another global size."""
+        before = GlobalBatchSampler(state["num_samples"], state["global_size"], 1)
+        before.origin = Position(*state["origin"])
+        self.origin = before.origin if state["global_size"] == self.global_size else before.position(step)
 
     def global_batch(self, step: int) -> list[int]:
         """Sample indices of `step` over all ranks, in order."""
-        epoch, batch = divmod(step, self.steps_per_epoch)
-        start = batch * self.global_size
+        _, epoch, start = self.position(step)
         return self._order(epoch)[start : start + self.global_size].tolist()
 
     def microbatches(self, step: int) -> list[list[int]]:
         """This rank's micro-batches of `step`.
 
-        Every rank gets ceil(samples / (micro_size x data_ranks)) of them, so that collectives pair up. In a short batch
-        some are short or empty: the loader puts a filler without labels there.
+        Every rank gets `num_microbatches` of them, so that collectives pair up. In a short batch some are short or
+        empty: the loader puts a filler without labels there.
         """
         samples = self.global_batch(step)
         stride = self.micro_size * self.data_ranks
         first = self.data_rank * self.micro_size
         return [samples[i + first : i + first + self.micro_size] for i in range(0, len(samples), stride)]
 
-    def _order(self, epoch: int) -> np.ndarray:
+    def num_microbatches(self, step: int) -> int:
+        """Micro-batches that every rank gets of `step`: ceil(samples / (micro_size x data_ranks))."""
+        samples = min(self.global_size, self.num_samples - self.position(step).start)
+        return -(-samples // (self.micro_size * self.data_ranks))
+
+    def _draw_order(self, epoch: int) -> np.ndarray:
         if not self.shuffle:
             return np.arange(self.num_samples)
-        if self._cached is None or self._cached[0] != epoch:
-            order = np.random.default_rng([self.seed, epoch]).permutation(self.num_samples)
-            self._cached = (epoch, order)
-        return self._cached[1]
+        return np.random.default_rng([self.seed, epoch]).permutation(self.num_samples)

@@ -11,7 +11,7 @@ from ds_trainer.data.loader import BatchLoader, pad_collate, padding_id
 from ds_trainer.data.prepare import prepare
 from ds_trainer.data.sampler import GlobalBatchSampler
 from ds_trainer.data.sources import require_map_style
-from ds_trainer.data.tokenized import preview
+from ds_trainer.data.tokenized import TokenizedDataset, preview
 from ds_trainer.log import get_logger
 from ds_trainer.mesh.grid import Grid
 
@@ -45,15 +45,14 @@ class Splits:
         dataset = self._dataset(handed, self.config.data.train, "train")
         batch = self.config.batch
         assert batch.global_size is not None and batch.micro_size is not None
-        seed, shuffle = self.config.run.seed, self.config.data.shuffle
-        return self._loader(dataset, batch.global_size, batch.micro_size, seed, shuffle)
+        return self._loader(dataset, batch.global_size, batch.micro_size, "train")
 
     def eval(self, handed: Any, what: str = "eval") -> BatchLoader | None:
         """The loader of `handed`, or of `data.eval`, in the data's own order; None where there is neither."""
         dataset = self._dataset(handed, self.config.data.eval, what)
         size = self.config.evaluation.batch_size
         assert size is not None
-        return self._loader(dataset, size * self.grid.dp_size, size, seed=0, shuffle=False)
+        return self._loader(dataset, size * self.grid.dp_size, size, what)
 
     def test(self, handed: Any) -> BatchLoader:
         """The loader of a data set to predict on, in its own order, in batches as for evaluation."""
@@ -61,14 +60,27 @@ class Splits:
         assert loader is not None
         return loader
 
-    def _loader(self, dataset: Any, global_size: int, micro_size: int, seed: int, shuffle: bool) -> BatchLoader | None:
+    def _loader(self, dataset: Any, global_size: int, micro_size: int, what: str) -> BatchLoader | None:
         if dataset is None:
             return None
-        sampler = GlobalBatchSampler(
-            len(dataset), global_size, micro_size, self.grid.dp_rank, self.grid.dp_size, seed, shuffle
+        data, grid, seed, is_train = self.config.data, self.grid, self.config.run.seed, what == "train"
+        assert data.pin_memory is not None
+        draws_nothing = isinstance(dataset, TokenizedDataset) and self.collator is None
+        return BatchLoader(
+            dataset,
+            GlobalBatchSampler(
+                len(dataset), global_size, micro_size, grid.dp_rank, grid.dp_size, seed, data.shuffle and is_train
+            ),
+            self.collator or self._pad,
+            num_workers=data.num_workers,
+            prefetch_factor=data.prefetch_factor,
+            pin_memory=data.pin_memory,
+            one_pass=not is_train,
+            seed=None if draws_nothing else seed,
+            vocab_size=self.vocab_size,
+            max_positions=self.max_positions,
+            what=what,
         )
-        collate = self.collator or self._pad
-        return BatchLoader(dataset, sampler, collate, vocab_size=self.vocab_size, max_positions=self.max_positions)
 
     def _pad(self, features: list) -> dict:
         return pad_collate(features, padding_id(self.tokenizer))

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from ds_trainer.config.resolved import ResolvedConfig
+from ds_trainer.engines.state import State
 from ds_trainer.errors import ConfigError
 from ds_trainer.layout import ParameterSlice
 from ds_trainer.mesh.mesh import Mesh
@@ -107,8 +108,23 @@ class Engine(Protocol):
     def full_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every reduced gradient, whole, fp32, on the host; a collective, between the last backward and `finish`."""
 
-    def state(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
-        """Owned fp32 masters and optimizer states by parameter name, as `parameter_layout` cuts them."""
+    def state(self) -> State:
+        """Owned fp32 masters and optimizer states by parameter name, as `parameter_layout` cuts them.
+
+        Optimizer states exist from the first `finish` on.
+        """
+
+    def counters(self) -> dict[str, Any]:
+        """What else the next step depends on and is no tensor, such as the loss scale; JSON."""
+
+    def load_counters(self, counters: Mapping[str, Any]) -> None:
+        """Sets what `counters` returned; called after the state has been written."""
+
+    def rank_state(self) -> dict[str, torch.Tensor]:
+        """Tensors that belong to this rank alone, such as what a lossy compression of gradients left over."""
+
+    def load_rank_state(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Sets what `rank_state` returned."""
 
     def parameter_hash(self) -> str | None:
         """Hash of the parameters this rank starts with; None where each parameter exists once, cut over the ranks."""

@@ -17,6 +17,7 @@ from ds_trainer.engines.base import EngineFacts, OptimizerFactory, StepOutcome
 from ds_trainer.engines.clip import clip_by_norm, global_norm
 from ds_trainer.engines.dtypes import DTYPE_NAMES, TORCH_DTYPES
 from ds_trainer.engines.measure import content_hash, devices, grouped_parameters, state_tensors, storage_bytes
+from ds_trainer.engines.state import MASTER, State, entry, live
 from ds_trainer.layout import ParameterSlice
 from ds_trainer.mesh.mesh import Mesh
 from ds_trainer.models.source import WeightSource
@@ -28,6 +29,7 @@ _SYNC_BUFFERS = (
     if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
     else "broadcast_buffers"
 )
+_POWERSGD_MEMORIES = ("error_dict", "p_memory_dict", "q_memory_dict")
 
 
 class DDPEngine:
@@ -49,6 +51,7 @@ class DDPEngine:
         self._reduced_once = not self.config.ddp.static_graph
         self._compute_dtype = TORCH_DTYPES[self.config.precision.dtype or "fp32"]
         scale = self.config.precision.loss_scale
+        self._hook: Any = None  # PowerSGD's state
         self._scaler = torch.amp.GradScaler(
             mesh.device.type,
             enabled=self._compute_dtype == torch.float16,
@@ -96,6 +99,7 @@ class DDPEngine:
                     start_powerSGD_iter=2,
                 )
                 self.module.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+                self._hook = state
 
     @contextmanager
     def microbatch(self, is_last: bool) -> Iterator[None]:
@@ -145,9 +149,37 @@ class DDPEngine:
             if parameter.grad is not None:
                 yield name, parameter.grad.detach().float().cpu() / self._scaler.get_scale()
 
-    def state(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
+    def state(self) -> State:
         """Masters and optimizer states of every parameter that is trained."""
-        return {name: {"master": p.detach(), **self._optimizer.state.get(p, {})} for name, p in self._trained()}
+        states = self._optimizer.state
+        return {
+            name: {MASTER: live(p, p.numel())} | {k: entry(states[p], k, p.numel()) for k in states.get(p, {})}
+            for name, p in self._trained()
+        }
+
+    def counters(self) -> dict[str, Any]:
+        """The loss scale, and how often PowerSGD has run."""
+        return {"loss_scale": self._scaler.state_dict()} | ({"powersgd": self._hook.iter} if self._hook else {})
+
+    def load_counters(self, counters: Mapping[str, Any]) -> None:
+        """Sets them."""
+        if self._scaler.is_enabled():
+            self._scaler.load_state_dict(dict(counters["loss_scale"]))
+        if self._hook:
+            self._hook.iter = counters["powersgd"]
+
+    def rank_state(self) -> dict[str, torch.Tensor]:
+        """What PowerSGD keeps for each bucket: the error it owes, and the factors it starts from."""
+        if not self._hook:
+            return {}
+        memories = {part: getattr(self._hook, part) for part in _POWERSGD_MEMORIES}
+        return {f"{part}.{bucket}": t for part, memory in memories.items() for bucket, t in memory.items()}
+
+    def load_rank_state(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Sets it."""
+        for name, tensor in tensors.items():
+            part, _, bucket = name.partition(".")
+            getattr(self._hook, part)[int(bucket)] = tensor.to(self.mesh.device)
 
     def _trained(self) -> list[tuple[str, nn.Parameter]]:
         return [(name, p) for name, p in self._model.named_parameters() if p.requires_grad]

@@ -27,8 +27,9 @@ from ds_trainer.engines.clip import clip_by_norm, global_norm
 from ds_trainer.engines.dtypes import DTYPE_NAMES, TORCH_DTYPES
 from ds_trainer.engines.measure import content_hash, devices, grouped_parameters, state_tensors, storage_bytes
 from ds_trainer.engines.nvme_gradients import check_gradient_offsets
+from ds_trainer.engines.state import State
 from ds_trainer.engines.zero3_load import load_partitioned
-from ds_trainer.engines.zero_state import load_wide_masters, owned_slices, read_state
+from ds_trainer.engines.zero_state import catch_up_cpu_adam, load_wide_masters, owned_slices, state_handles
 from ds_trainer.errors import EngineError
 from ds_trainer.layout import ParameterSlice
 from ds_trainer.mesh.mesh import Mesh
@@ -36,6 +37,8 @@ from ds_trainer.mesh.ops import disable_shm_comm
 from ds_trainer.mesh.swap import SwapFolder
 from ds_trainer.models.source import WeightSource
 from ds_trainer.models.weights import load_full
+
+_COUNTS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 
 
 class DeepSpeedEngine:
@@ -193,18 +196,50 @@ class DeepSpeedEngine:
             if grad is not None:
                 yield name, grad.detach().float().cpu().view(self._shapes[name]) / scale
 
-    def state(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
-        """Owned fragments of masters and optimizer states, read through DeepSpeed's swapper where they are on NVMe."""
+    def state(self) -> State:
+        """Owned fragments of masters and optimizer states, read through DeepSpeed's swapper where they are on NVMe.
+
+        Raises:
+            EngineError: fp16 at stage 0, whose masters are in buffers of an optimizer that no rank's slices describe.
+        """
+        if self.stage == 0 and self._param_dtype == torch.float16:
+            raise EngineError(
+                "zero.stage is 0 with precision.dtype fp16",
+                "a checkpoint holds fp32 masters, which DeepSpeed keeps in one buffer per group at this stage",
+                "set zero.stage to 1, or precision.dtype to bf16",
+            )
         if self.stage in (1, 2):
             # DeepSpeed looks states up once, after its first group's first step, when its other groups have none yet.
             self.module.optimizer._hp_optimizer_states_linked = False
             self.module.optimizer._lazy_init_hp_params_optimizer_state()
         owned = owned_slices(self._model, self._shapes, self.stage)
         return {
-            name: read_state(self.module, parameter, owned[name].numel)
+            name: state_handles(self.module, parameter, owned[name].numel)
             for name, parameter in self._named()
             if name in owned
         }
+
+    def counters(self) -> dict[str, Any]:
+        """DeepSpeed's own counts, and its loss scaler's."""
+        scaler = getattr(self.module.optimizer, "loss_scaler", None)
+        kept = {k: v for k, v in vars(scaler).items() if isinstance(v, bool | int | float)} if scaler else {}
+        return {"engine": {name: getattr(self.module, name) for name in _COUNTS}, "loss_scaler": kept}
+
+    def load_counters(self, counters: Mapping[str, Any]) -> None:
+        """Sets them, and brings DeepSpeed's CPU Adam to the step of its state."""
+        for name, value in counters["engine"].items():
+            setattr(self.module, name, value)
+        for name, value in counters["loss_scaler"].items():
+            setattr(self.module.optimizer.loss_scaler, name, value)
+        if type(self.module.basic_optimizer).__name__ == "DeepSpeedCPUAdam":
+            catch_up_cpu_adam(self.module.basic_optimizer)
+
+    def rank_state(self) -> dict[str, torch.Tensor]:
+        """Nothing belongs to one rank alone."""
+        return {}
+
+    def load_rank_state(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Nothing belongs to one rank alone."""
 
     def parameter_hash(self) -> str | None:
         """Below stage 3 every rank holds every parameter."""

@@ -9,6 +9,7 @@ import deepspeed
 import torch
 from torch import nn
 
+from ds_trainer.engines.state import MASTER, StateTensor, entry, live
 from ds_trainer.engines.zero3_load import partition_bounds
 from ds_trainer.layout import ParameterSlice
 from ds_trainer.models.source import WeightSource
@@ -42,8 +43,10 @@ def owned_slices(model: nn.Module, shapes: Mapping[str, tuple[int, ...]], stage:
     return owned
 
 
-def read_state(engine: deepspeed.DeepSpeedEngine, parameter: Any, numel: int) -> dict[str, torch.Tensor]:
-    """This rank's part of a parameter's fp32 master and optimizer states, from NVMe where they lie there.
+def state_handles(engine: deepspeed.DeepSpeedEngine, parameter: Any, numel: int) -> dict[str, StateTensor]:
+    """Handles on this rank's part of a parameter's fp32 master and optimizer states.
+
+    What lies on NVMe goes through DeepSpeed's swapper; counts, which the swapper leaves out, are in memory.
 
     Args:
         engine: DeepSpeed's engine.
@@ -51,16 +54,71 @@ def read_state(engine: deepspeed.DeepSpeedEngine, parameter: Any, numel: int) ->
         numel: Elements that this rank owns, padding left out.
     """
     states = engine.basic_optimizer.state
-    keys = sorted({k for state in states.values() for k, v in state.items() if torch.is_tensor(v) and v.dim()})
     if hasattr(parameter, "ds_id"):
         optimizer = engine.optimizer
-        read = {"master": optimizer.get_local_fp32_param(parameter)}
-        read |= {key: optimizer.get_local_fp32_param(parameter, key) for key in keys}
-        return {key: value.flatten()[:numel].clone() for key, value in read.items()}
-    if hasattr(parameter, "_hp_mapping"):
+        group = optimizer.grad_position[optimizer.get_param_id(parameter)][0]
+        values = states.get(optimizer.fp32_partitioned_groups_flat[group], {})
+        cut = [key for key, value in values.items() if torch.is_tensor(value) and value.dim()]
+        handles = {MASTER: _swapped(optimizer, parameter, None, numel)}
+        handles |= {key: _swapped(optimizer, parameter, key, numel) for key in cut}
+    elif hasattr(parameter, "_hp_mapping"):
         mapping = parameter._hp_mapping
-        return {"master": mapping.get_hp_fragment()} | {key: mapping.get_hp_fragment(key) for key in keys}
-    return {"master": parameter.detach()} | {k: v for k, v in states.get(parameter, {}).items() if k in keys}
+        values = states.get(_flat_group(engine.optimizer, mapping.param_group_index), {})
+        cut = mapping.get_optim_state_keys() if values else []
+        handles = {MASTER: live(mapping.get_hp_fragment(), numel)}
+        handles |= {key: live(mapping.get_hp_fragment(key), numel) for key in cut}
+    else:
+        values, cut = states.get(parameter, {}), []
+        handles = {MASTER: live(parameter, numel)}
+    return handles | {key: entry(values, key, numel) for key in values if key not in cut}
+
+
+def _flat_group(optimizer: Any, index: int) -> torch.Tensor:
+    """The flat fp32 partition of a parameter group, which the optimizer updates (stages 1 and 2)."""
+    name = "fp32_groups_flat_partition"  # of BF16_Optimizer
+    return getattr(optimizer, name if hasattr(optimizer, name) else "single_partition_of_fp32_groups")[index]
+
+
+def _swapped(optimizer: Any, parameter: Any, key: str | None, numel: int) -> StateTensor:
+    """A handle that goes through stage 3's sub-groups, which are swapped in where they are not in memory."""
+
+    def read() -> torch.Tensor:
+        # The buffer that it lies in is filled anew by the next read.
+        return optimizer.get_local_fp32_param(parameter, key).detach().flatten()[:numel].clone()
+
+    def write(value: torch.Tensor) -> None:
+        _write_partition(optimizer, parameter, key, value)
+
+    return StateTensor((numel,), torch.float32, read, write)
+
+
+def _write_partition(optimizer: Any, parameter: Any, key: str | None, value: torch.Tensor) -> None:
+    """Overwrites this rank's part of a master (no key) or an optimizer state at stage 3; its padding becomes 0.
+
+    What DeepSpeed's `set_local_hp_param` does, which fails for parameters that lie on NVMe: it holds the value against
+    a tensor that is empty then.
+    """
+    partition, group = optimizer._get_fp32_opt_state_partition(
+        parameter, release_swap_buffers=False, optim_state_key=key
+    )
+    partition.data.copy_(nn.functional.pad(value.flatten(), (0, partition.numel() - value.numel())))
+    if optimizer._swappable_optimizer_subgroup(group):
+        optimizer._optimizer_states_and_gradient_swap_out(group)
+
+
+def catch_up_cpu_adam(optimizer: Any) -> None:
+    """Brings the bias corrections of DeepSpeed's CPU Adam to the step count in its state.
+
+    It multiplies its running powers of the betas once per step in fp32, and takes a power of its own after a jump: the
+    last bit of every weight would differ from a run that was never interrupted. So the steps are counted up one by one
+    on a tensor of one element.
+    """
+    steps = max((state["step"] for state in optimizer.state.values()), default=0)
+    one = [torch.zeros(1) for _ in range(4)]
+    group = optimizer.param_groups[0]
+    settings = (*group["betas"], group["eps"], group["weight_decay"], group["bias_correction"])
+    for step in range(1, steps + 1):
+        optimizer.ds_opt_adam.adam_update(optimizer.opt_id, step, 0.0, *settings, *one)
 
 
 def load_wide_masters(
@@ -83,7 +141,6 @@ def load_wide_masters(
             continue
         value = weights.read(name, torch.float32, slices[name].flat)
         if stage == 3:
-            padding = parameter.ds_tensor.ds_numel - value.numel()
-            engine.optimizer.set_local_hp_param(nn.functional.pad(value, (0, padding)), parameter)
+            _write_partition(engine.optimizer, parameter, None, value)
         else:
             parameter._hp_mapping.get_hp_fragment().data.copy_(value)

@@ -35,21 +35,31 @@ class StepLoss:
         return self.loss_sum / self.num_tokens if self.num_tokens else float("nan")
 
 
-def run_accumulate(microbatches: Iterable[Batch], engine: Engine, loss: LossFunction, mesh: Mesh) -> StepLoss:
+def run_accumulate(
+    microbatches: Iterable[Batch], engine: Engine, loss: LossFunction, mesh: Mesh, place: str
+) -> StepLoss:
     """Runs forward and backward of every micro-batch of one step.
 
     Every rank passes the same number of micro-batches. A step without any label token runs nothing.
 
-    Comm: over the data ranks, an agreement that all have their batches, one all-reduce of two numbers before the first
-        forward and one of the loss after the last backward; and the gradients, as the engine reduces them.
+    Args:
+        microbatches: This rank's.
+        engine: Runs them.
+        loss: Sums their losses.
+        mesh: Process groups.
+        place: The step's name in an agreement, such as "step 4".
+
+    Comm: over the data ranks, an agreement that all have their batches, which sums the tokens too, before the first
+        forward, and one all-reduce of the loss after the last backward; and the gradients, as the engine reduces them.
 
     Raises:
         UserError: A rank's samples are wrong; on every rank, in its words.
     """
-    with agreed(mesh):
+    with agreed(mesh, place) as agreement:
         batches = list(microbatches)
-    counts = [loss.num_tokens(batch) for batch in batches]  # On the host: a GPU would have to be waited for.
-    total, seen = (int(n) for n in mesh.sum(sum(counts), sum(seen_tokens(b) for b in batches)))
+        # Counted on the host: a GPU would have to be waited for.
+        agreement.values = sum(loss.num_tokens(batch) for batch in batches), sum(map(seen_tokens, batches))
+    total, seen = map(int, agreement.sums)
     if total == 0:
         return StepLoss(0.0, 0, seen, ())
     local_sum = torch.zeros((), dtype=torch.float64, device=mesh.device)

@@ -1,35 +1,115 @@
-"""Ranks agree on an error before the next collective, so that a fault on one rank ends all with that rank's text."""
+"""Ranks agree before and after what all of them must do: on where they are, on errors, and on stopping.
+
+One all-reduce of a fixed number of float64 carries everything, so that ranks that meet at different places, which is
+what a call made on some ranks only leads to, still meet in the same collective and can tell.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import hashlib
+import sys
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
-from ds_trainer.errors import UserError
+from ds_trainer.errors import DesyncError, UserError
+from ds_trainer.mesh import signals
 from ds_trainer.mesh.mesh import Mesh
+from ds_trainer.mesh.stacks import call_site
+
+MAX_VALUES = 4
+
+
+@dataclass
+class Agreement:
+    """What all ranks know together after they have met.
+
+    Args:
+        values: This rank's numbers, at most `MAX_VALUES`, to be set before the end of the agreed block.
+        sums: Their sums over the data ranks.
+        stop: Whether any rank was asked to stop.
+    """
+
+    values: Sequence[float] = ()
+    sums: tuple[float, ...] = ()
+    stop: bool = False
+
+
+def agree(mesh: Mesh, place: str, *values: float) -> Agreement:
+    """Meets all ranks at a place, to which user code could bring some of them only.
+
+    Args:
+        mesh: The ranks.
+        place: Its name, the same on every rank, such as "step 4" or "save_model()".
+        values: Numbers to sum over the data ranks, at most `MAX_VALUES`.
+
+    Comm: one all-reduce of 8 float64 over the data ranks.
+
+    Raises:
+        DesyncError: Ranks are at different places; on every rank.
+    """
+    with agreed(mesh, place) as agreement:
+        agreement.values = values
+    return agreement
 
 
 @contextmanager
-def agreed(mesh: Mesh) -> Iterator[None]:
+def agreed(mesh: Mesh, place: str = "an agreement") -> Iterator[Agreement]:
     """Runs a block that may fail on some ranks; then all ranks go on, or all raise the first failing rank's error.
 
-    Comm: one all-reduce of a number over the data ranks at the end of the block; one gather of the texts if it failed.
+    Comm: that of `agree` at the end of the block; one gather of places and errors if it failed.
 
     Raises:
         UserError: The error of the lowest rank that raised one, its text naming that rank where others did not fail.
+        DesyncError: Ranks are at different places.
     """
-    mine: UserError | None = None
+    agreement, mine = Agreement(), None
     try:
-        yield
+        yield agreement
     except UserError as caught:
         mine = caught
-    if mesh.sum(mine is not None) == [0.0]:
-        return
-    errors = mesh.gather_objects(mine)
+    count, tag = len(agreement.values), _tag(place)
+    padding = [0.0] * (MAX_VALUES - count)
+    with mesh.monitor.agreeing(place):
+        tags, squares, failed, stop, *sums = mesh.sum(
+            tag, tag * tag, mine is not None, signals.pending(), *agreement.values, *padding
+        )
+        all_well = not failed and mesh.grid.dp_size * int(squares) == int(tags) ** 2
+        everyone = [] if all_well else mesh.gather_objects((place, call_site(sys._getframe()), mine))
+    if not all_well:
+        raise _first_fault(everyone, mesh.grid.rank, mine)
+    agreement.sums, agreement.stop = tuple(sums[:count]), stop > 0
+
+
+def _tag(place: str) -> int:
+    """20 bits, so that sums of squares over 4096 ranks are exact in float64."""
+    return int.from_bytes(hashlib.blake2b(place.encode(), digest_size=3).digest()) >> 4
+
+
+def _first_fault(everyone: list, rank: int, mine: UserError | None) -> UserError:
+    """The error of the lowest rank that has one, else that ranks are apart; `everyone` is (place, site, error) each."""
+    errors = [error for _, _, error in everyone]
     failed = [rank for rank, error in enumerate(errors) if error is not None]
-    # Our own object keeps its traceback; another rank's has come through a pickle.
-    first = mine if mine is not None and failed[0] == mesh.grid.rank else errors[failed[0]]
-    if len(failed) < len(errors):
-        first.args = (f"on rank {failed[0]}: {first.args[0]}",)
+    if not failed:
+        first: UserError = _desync([(place, site) for place, site, _ in everyone])
+    else:
+        # Our own object keeps its traceback; another rank's has come through a pickle.
+        first = mine if mine is not None and failed[0] == rank else errors[failed[0]]
+        if len(failed) < len(errors):
+            first.args = (f"on rank {failed[0]}: {first.args[0]}",)
     first.agreed = True
-    raise first
+    return first
+
+
+def _desync(everyone: list[tuple[str, str]]) -> DesyncError:
+    """Names the place that the fewest ranks are at, and of two a call before a step."""
+    ranks: dict[str, list[int]] = {}
+    for rank, (place, _) in enumerate(everyone):
+        ranks.setdefault(place, []).append(rank)
+    few, *others = sorted(ranks, key=lambda place: (len(ranks[place]), not place.endswith("()"), ranks[place]))
+    elsewhere = "; ".join(f"ranks {ranks[place]} are at {place} ({everyone[ranks[place][0]][1]})" for place in others)
+    return DesyncError(
+        f"{few} was entered by ranks {ranks[few]} only, at {everyone[ranks[few][0]][1]}; {elsewhere}",
+        "all ranks meet there, and wait for one another",
+        "make this call on every rank; what is written is written by rank 0 by itself",
+    )

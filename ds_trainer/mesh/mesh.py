@@ -7,16 +7,23 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
 from ds_trainer.errors import MachineError
 from ds_trainer.mesh.grid import Grid
+from ds_trainer.mesh.monitor import Monitor, start_monitor
+from ds_trainer.mesh.status import DEFAULTS, Timeouts
 
-COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 JOIN_TIMEOUT = timedelta(minutes=5)
 """Ranks that start together load torch within minutes of one another, even from a cold network drive."""
+_MARGIN_S = 60.0
+"""The group's own timeout comes later than the monitor's, whose text names who did not come."""
+
+_hosts: WeakKeyDictionary[dist.ProcessGroup, tuple[dist.ProcessGroup, Monitor]] = WeakKeyDictionary()
+"""Of each default group its twin on the host and its monitor: one of each, however many trainers a program makes."""
 
 
 @dataclass(frozen=True)
@@ -27,25 +34,30 @@ class Mesh:
         grid: Rank arithmetic.
         device: Device that this rank computes on.
         dp_group: Ranks that see different samples.
+        host_group: The same ranks over gloo, for numbers and objects that live on the host: no GPU is waited for, and
+            no collective of the engine's can be taken for one of these.
+        monitor: Watches over this rank and tells it of the others' end.
     """
 
     grid: Grid
     device: torch.device
     dp_group: dist.ProcessGroup
+    host_group: dist.ProcessGroup
+    monitor: Monitor
 
     def sum(self, *values: float) -> list[float]:
         """Sums float64 numbers over the data ranks.
 
-        Comm: one all-reduce over `dp_group`, 8 bytes per value.
+        Comm: one all-reduce over `host_group`, 8 bytes per value.
         """
-        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
-        dist.all_reduce(tensor, group=self.dp_group)
+        tensor = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(tensor, group=self.host_group)
         return tensor.tolist()
 
     def gather_objects(self, value: object) -> list:
         """One picklable object from each data rank, in rank order, on every rank."""
         out: list = [None] * self.grid.dp_size
-        dist.all_gather_object(out, value, group=self.dp_group)
+        dist.all_gather_object(out, value, group=self.host_group)
         return out
 
     def broadcast(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -57,45 +69,13 @@ class Mesh:
             dist.broadcast(tensor, group=self.dp_group, group_src=0)
 
 
-def grid_from_environment(environ: dict[str, str] | os._Environ[str] = os.environ) -> Grid:
-    """Reads RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE; a plain process has none of them.
+def init_mesh(grid: Grid, device_kind: Literal["cpu", "cuda"], timeouts: Timeouts = DEFAULTS) -> Mesh:
+    """Joins the process group, or takes the one that exists, picks this rank's device, and starts its monitor.
 
-    Raises:
-        MachineError: Some of the variables are set and others missing, or they contradict one another.
-    """
-    if "WORLD_SIZE" not in environ and "RANK" not in environ:
-        return Grid()
-    needed = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    missing = [name for name in needed if not environ.get(name)]
-    if missing and environ.get("WORLD_SIZE") == "1" and environ.get("RANK", "0") == "0":
-        return Grid()
-    if missing:
-        found = ", ".join(f"{n}={environ[n]}" for n in needed if environ.get(n))
-        raise MachineError(
-            f"the environment sets {found} but not {', '.join(missing)}",
-            "a launcher sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT together",
-            f"start with deepspeed, torchrun or accelerate launch, or set {', '.join(missing)}",
-        )
-    try:
-        rank, world, local_rank = (int(environ[name]) for name in needed[:3])
-        local_world = int(environ.get("LOCAL_WORLD_SIZE") or world)
-    except ValueError as error:
-        raise MachineError(
-            f"a launcher variable is not a number ({error})",
-            "RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE are whole numbers",
-            "start with deepspeed, torchrun or accelerate launch",
-        ) from None
-    if not (0 <= rank < world and 0 <= local_rank < local_world):
-        raise MachineError(
-            f"RANK={rank} WORLD_SIZE={world} LOCAL_RANK={local_rank} LOCAL_WORLD_SIZE={local_world}",
-            "0 <= RANK < WORLD_SIZE and 0 <= LOCAL_RANK < LOCAL_WORLD_SIZE",
-            "start with one launcher only, and unset variables left over from another",
-        )
-    return Grid(world, rank, local_rank, local_world)
-
-
-def init_mesh(grid: Grid, device_kind: Literal["cpu", "cuda"]) -> Mesh:
-    """Joins the process group, or takes the one that exists, and picks this rank's device.
+    Args:
+        grid: This rank's place.
+        device_kind: What to compute on.
+        timeouts: How long ranks may stand still, and wait for one another.
 
     Raises:
         MachineError: The group cannot be formed, has another size than the launcher says, or this rank has no device.
@@ -104,7 +84,7 @@ def init_mesh(grid: Grid, device_kind: Literal["cpu", "cuda"]) -> Mesh:
     os.environ.setdefault("DS_ACCELERATOR", device_kind)
     device = _pick_device(grid, device_kind)
     if not dist.is_initialized():
-        _join(grid, device)
+        _join(grid, device, _group_timeout(timeouts))
     if dist.get_world_size() != grid.world or dist.get_rank() != grid.rank:
         raise MachineError(
             f"the process group has rank {dist.get_rank()} of {dist.get_world_size()}, "
@@ -117,7 +97,21 @@ def init_mesh(grid: Grid, device_kind: Literal["cpu", "cuda"]) -> Mesh:
         os.environ.setdefault(name, str(value))
     group = dist.group.WORLD
     assert group is not None
-    return Mesh(grid, device, group)
+    host_group, monitor = _host(group, timeouts)
+    return Mesh(grid, device, group, host_group, monitor)
+
+
+def _host(group: dist.ProcessGroup, timeouts: Timeouts) -> tuple[dist.ProcessGroup, Monitor]:
+    if group not in _hosts:
+        host_group = dist.new_group(backend="gloo", timeout=_group_timeout(timeouts))
+        _hosts[group] = host_group, start_monitor(host_group, timeouts)
+    host_group, monitor = _hosts[group]
+    monitor.set_timeouts(timeouts)
+    return host_group, monitor
+
+
+def _group_timeout(timeouts: Timeouts) -> timedelta:
+    return timedelta(seconds=timeouts.collective_s + _MARGIN_S)
 
 
 def _pick_device(grid: Grid, kind: str) -> torch.device:
@@ -134,7 +128,7 @@ def _pick_device(grid: Grid, kind: str) -> torch.device:
     return device
 
 
-def _join(grid: Grid, device: torch.device) -> None:
+def _join(grid: Grid, device: torch.device, timeout: timedelta) -> None:
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if grid.world == 1:
         # No port: two plain runs on one machine cannot collide.
@@ -142,14 +136,8 @@ def _join(grid: Grid, device: torch.device) -> None:
         return
     try:
         store, _, _ = next(dist.rendezvous("env://", grid.rank, grid.world, timeout=JOIN_TIMEOUT))
-        store.set_timeout(COLLECTIVE_TIMEOUT)
-        dist.init_process_group(
-            backend,
-            store=store,
-            rank=grid.rank,
-            world_size=grid.world,
-            timeout=COLLECTIVE_TIMEOUT,
-        )
+        store.set_timeout(timeout)
+        dist.init_process_group(backend, store=store, rank=grid.rank, world_size=grid.world, timeout=timeout)
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         port = os.environ.get("MASTER_PORT")
         raise MachineError(

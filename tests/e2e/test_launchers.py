@@ -1,7 +1,12 @@
 """The commands that people type, on a tiny checkpoint: all train the same, or say plainly what stands in the way."""
 
+import os
+import signal
 import socket
+import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +19,8 @@ from tests.helpers.launch import (
     deepspeed,
     free_port,
     launch,
+    launch_together,
+    outside_a_launcher,
     python,
     run_folder,
     write_json,
@@ -78,23 +85,57 @@ def check_exported(run):
     assert ours.apply_chat_template(conversation) == theirs.apply_chat_template(conversation)
 
 
+CONFIG_OF_TRAIN = (TRAIN, "--config")
+MODULE = ("-m", "ds_trainer", "train")
+COMMANDS = {
+    "python": ((sys.executable, *CONFIG_OF_TRAIN), 1),
+    "ds-trainer": (("ds-trainer", "train"), 1),
+    "ds-trainer --nproc": (("ds-trainer", "train", "--nproc", "2"), 2),
+    "torchrun": (("torchrun", "--nproc_per_node", "2", "--master_port", "{port}", *MODULE), 2),
+    "accelerate": (
+        ("accelerate", "launch", "--multi_gpu", "--num_processes", "2", "--main_process_port", "{port}", *MODULE),
+        2,
+    ),
+}
+
+
 @pytest.mark.slow
+@pytest.mark.case("A7")
 @pytest.mark.case("F11")
-@pytest.mark.parametrize(
-    ("command", "ranks"),
-    [
-        ((sys.executable, TRAIN, "--config"), 1),
-        (("ds-trainer", "train"), 1),
-        (("torchrun", "--nproc_per_node", "2", "--master_port", "{port}", TRAIN, "--config"), 2),
-    ],
-    ids=["python", "ds-trainer", "torchrun"],
-)
+@pytest.mark.parametrize(("command", "ranks"), COMMANDS.values(), ids=COMMANDS)
 def test_any_other_way_to_start_takes_the_same_first_step(run, first_loss, tmp_path, command, ranks):
     command = [part.format(port=free_port()) for part in command]
     launched = launch(*command, run / "run.json", *SET, "--set", f"run.output_dir={tmp_path}")
-    assert launched.code == 0, launched.text
-    assert f"{ranks} data rank(s)" in launched.text
-    assert losses(tmp_path) == pytest.approx([first_loss], rel=1e-6)
+    took_the_same_first_step([launched], first_loss, tmp_path, ranks)
+
+
+def took_the_same_first_step(launched, first_loss, folder, ranks=2):
+    text = "".join(one.text for one in launched)
+    assert [one.code for one in launched] == [0] * len(launched), text
+    assert text.count("batch: 4 samples per step") == text.count(f"{ranks} data rank(s)") == 1, "said once, by rank 0"
+    assert losses(folder) == pytest.approx([first_loss], rel=1e-6)
+
+
+def slurm(rank, job_id):
+    """What srun sets for one of two tasks on one node, in short."""
+    task = {"SLURM_PROCID": rank, "SLURM_NTASKS": 2, "SLURM_LOCALID": rank, "SLURM_JOB_ID": job_id}
+    return {name: str(value) for name, value in task.items()}
+
+
+def mpirun(rank, port):
+    """What Open MPI sets for one of two ranks on one node, and the port that `mpirun -x` hands over."""
+    names = {"RANK": rank, "SIZE": 2, "LOCAL_RANK": rank, "LOCAL_SIZE": 2}
+    return {f"OMPI_COMM_WORLD_{name}": str(value) for name, value in names.items()} | {"MASTER_PORT": str(port)}
+
+
+@pytest.mark.slow
+@pytest.mark.case("F11")
+@pytest.mark.parametrize("variables", [slurm, mpirun])
+def test_the_bare_variables_of_a_cluster_are_enough(run, first_loss, tmp_path, variables):
+    port = free_port()
+    environs = [variables(rank, port) for rank in range(2)]
+    arguments = ("--config", run / "run.json", *SET, "--set", f"run.output_dir={tmp_path}")
+    took_the_same_first_step(launch_together(environs, sys.executable, TRAIN, *arguments), first_loss, tmp_path)
 
 
 @pytest.mark.slow
@@ -112,15 +153,93 @@ def test_a_deepspeed_json_and_set_reach_the_engine(run, first_loss, tmp_path):
     assert losses(tmp_path) == pytest.approx([first_loss], rel=1e-6)
 
 
-@pytest.mark.slow
-@pytest.mark.case("F11")
-def test_a_busy_port_is_named_with_the_option_that_chooses_another(run):
+@pytest.fixture
+def busy_port():
+    """A port where somebody listens who has never heard of torch, and says nothing."""
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
-        port = other.getsockname()[1]
-        launched = deepspeed(TRAIN, "--config", run / "run.json", port=port)
-    refused(launched, f"rank 0 cannot join the process group at 127.0.0.1:{port}", "--master_port")
+        yield other.getsockname()[1]
+
+
+@pytest.mark.slow
+@pytest.mark.case("F11")
+def test_a_busy_port_is_named_with_the_option_that_chooses_another(run, busy_port):
+    launched = deepspeed(TRAIN, "--config", run / "run.json", port=busy_port)
+    refused(launched, f"rank 0 cannot join the process group at 127.0.0.1:{busy_port}", "--master_port")
+
+
+@pytest.mark.slow
+@pytest.mark.case("F11")
+def test_a_busy_port_ends_every_rank_where_no_launcher_ends_them(run, busy_port):
+    environs = [mpirun(rank, busy_port) for rank in range(2)]
+    for rank, launched in enumerate(launch_together(environs, sys.executable, TRAIN, "--config", run / "run.json")):
+        refused(launched, f"rank {rank} cannot join the process group at 127.0.0.1:{busy_port}", "MASTER_PORT=N for")
+        assert launched.seconds < 60
+
+
+@pytest.mark.slow
+@pytest.mark.case("A7")
+def test_what_accelerate_was_told_against_the_json_stops_the_run(run, tmp_path):
+    told = tmp_path / "accelerate.yaml"
+    told.write_text(
+        "{compute_environment: LOCAL_MACHINE, distributed_type: DEEPSPEED, mixed_precision: bf16, num_processes: 2,"
+        " num_machines: 1, machine_rank: 0, use_cpu: false,"
+        " deepspeed_config: {zero_stage: 3, gradient_accumulation_steps: 8}}"
+    )
+    port = ("--main_process_port", str(free_port()))
+    launched = launch("accelerate", "launch", "--config_file", told, *port, *MODULE, run / "run.json", *SET)
+    assert launched.code == 1, "accelerate turns 2 into 1"
+    for found in (
+        f'ACCELERATE_MIXED_PRECISION=bf16, and precision.dtype is "fp32" ({run / "run.json"})',
+        f"ACCELERATE_GRADIENT_ACCUMULATION_STEPS=8, and batch.accumulation is 1 ({run / 'run.json'})",
+        f"ACCELERATE_DEEPSPEED_ZERO_STAGE=3, and zero.stage is 2 ({run / 'run.json'})",
+    ):
+        assert launched.text.count(found) == 1, launched.text
+    assert "engine:" not in launched.text
+
+
+OFFLOAD = ("--set", "zero.offload_optimizer.device=cpu")
+NPROC = (Path(sys.executable).parent / "ds-trainer", "train", "--nproc", "2")
+
+
+@pytest.mark.slow
+@pytest.mark.case("E9")
+def test_without_a_compiler_all_ranks_end_before_the_model_is_loaded(run, tmp_path):
+    launched = launch(
+        *NPROC, run / "run.json", *OFFLOAD, PATH=str(tmp_path), TORCH_EXTENSIONS_DIR=str(tmp_path / "ops")
+    )
+    refused(launched, "no C++ compiler", "g++")
+    assert "data.train" not in launched.text
+
+
+@pytest.mark.slow
+@pytest.mark.case("F9")
+def test_a_build_killed_with_its_launcher_blocks_no_later_run(run, tmp_path):
+    lock, pids = tmp_path / "ops" / "cpu_adam" / "lock", tmp_path / "stand-in.pids"
+    hangs = stand_in_compiler(tmp_path, f"echo $$ >> {pids}; exec sleep 600")
+    command = (*NPROC, run / "run.json", *OFFLOAD)
+    first = subprocess.Popen(list(map(str, command)), env=outside_a_launcher() | hangs, start_new_session=True)
+    deadline = time.monotonic() + 100
+    while not (pids.exists() and len(pids.read_text().split()) == 2) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    os.killpg(first.pid, signal.SIGKILL)
+    first.wait()
+    for pid in pids.read_text().split():  # ninja gives each compiler a process group of its own.
+        os.kill(int(pid), signal.SIGKILL)
+    assert lock.exists()
+    fails = stand_in_compiler(tmp_path, "exit 1")
+    launched = launch(*command, **fails)
+    assert f"removed {lock}, left by a process that was killed" in launched.text
+    refused(launched, "cpu_adam did not compile", "ds-trainer doctor --build-ops")
+
+
+def stand_in_compiler(folder, for_the_op):
+    """Variables that make a shell line compile the op; the real compiler answers when torch asks for its version."""
+    path = folder / "stand-in-c++"
+    path.write_text(f'#!/bin/sh\ncase "$*" in *cpu_adam*) {for_the_op};; *) exec c++ "$@";; esac\n')
+    path.chmod(0o755)
+    return {"CXX": str(path), "TORCH_EXTENSIONS_DIR": str(folder / "ops"), "DS_ACCELERATOR": "cpu"}
 
 
 @pytest.mark.slow

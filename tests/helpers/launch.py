@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +18,8 @@ from tests.helpers.checkpoints import make_checkpoint
 
 ROOT = Path(__file__).parents[2]
 TRAIN = "examples/train.py"
-_OF_A_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_OF_A_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_PREFIXES_OF_A_LAUNCHER = ("ACCELERATE_", "OMPI_", "SLURM_", "TORCHELASTIC_")
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,6 @@ def launch(*command: str | Path, timeout_s: float = 120.0, **environ: str) -> La
         timeout_s: Longest time.
         environ: Variables laid over this process's, from which those of a launcher are taken out.
     """
-    inherited = {name: value for name, value in os.environ.items() if name not in _OF_A_LAUNCHER}
     began = time.monotonic()
     process = subprocess.Popen(
         list(map(str, command)),
@@ -63,7 +64,7 @@ def launch(*command: str | Path, timeout_s: float = 120.0, **environ: str) -> La
         stderr=subprocess.STDOUT,
         text=True,
         cwd=ROOT,
-        env=inherited | {"PYTHONUNBUFFERED": "1"} | environ,
+        env=outside_a_launcher() | environ,
         start_new_session=True,
     )
     timer = threading.Timer(timeout_s, os.killpg, (process.pid, signal.SIGKILL))
@@ -73,6 +74,22 @@ def launch(*command: str | Path, timeout_s: float = 120.0, **environ: str) -> La
     code = process.wait()
     timer.cancel()
     return Launched(code, lines)
+
+
+def outside_a_launcher() -> dict[str, str]:
+    """This process's environment without the variables of a launcher that may have started the tests."""
+    inherited = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in _OF_A_LAUNCHER and not name.startswith(_PREFIXES_OF_A_LAUNCHER)
+    }
+    return inherited | {"PYTHONUNBUFFERED": "1"}
+
+
+def launch_together(environs: list[dict[str, str]], *command: str | Path) -> list[Launched]:
+    """Runs one process per environment, all at once, as srun and mpirun do."""
+    with ThreadPoolExecutor(len(environs)) as pool:
+        return list(pool.map(lambda environ: launch(*command, **environ), environs))
 
 
 def deepspeed(*arguments: str | Path, port: int | None = None, **environ: str) -> Launched:

@@ -50,7 +50,7 @@ def own_state(engine, out):
     trainer = make_trainer(engine, out, optimizer=optimizer, run={"max_steps": STEPS})
     trainer.train()
     state = {
-        name: {key: value.detach().clone() for key, value in of.items() if key in KEYS}
+        name: {key: value.read().clone() for key, value in of.items() if key in KEYS}
         for name, of in trainer.engine.state().items()
     }
     return trainer.engine.parameter_layout(), state

@@ -39,13 +39,25 @@ def test_a_picture_that_cannot_be_drawn_is_a_warning(world, tmp_path):
     assert (tmp_path / "metrics.jsonl").exists()
 
 
-def refuse_a_foreign_callback(out):
-    with pytest.raises(ConfigError, match="callbacks holds TrainerCallback"):
-        make_trainer("ddp", out, given={"callbacks": [TrainerCallback()]})
+class WaitsForMicrobatches(TrainerCallback):
+    def on_substep_end(self, args, state, control, **kwargs):
+        pass
 
 
-def test_a_callback_of_another_trainer_is_refused_before_anything_is_loaded(world, tmp_path):
-    world(refuse_a_foreign_callback, 1, tmp_path)
+def refuse(callback, out, expected):
+    with pytest.raises(ConfigError, match=expected):
+        make_trainer("ddp", out, given={"callbacks": [callback]})
+
+
+@pytest.mark.parametrize(
+    ("callback", "expected"),
+    [
+        (print, "callbacks holds builtin_function_or_method"),
+        (WaitsForMicrobatches(), "callbacks holds WaitsForMicrobatches, which overrides on_substep_end"),
+    ],
+)
+def test_a_callback_that_could_not_be_called_is_refused_before_anything_is_loaded(world, tmp_path, callback, expected):
+    world(refuse, 1, callback, tmp_path, expected)
 
 
 def predict_records(out):

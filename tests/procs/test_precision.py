@@ -28,7 +28,7 @@ def dtypes_of_state(engine, out):
     model = tiny_llama().bfloat16()
     trainer = make_trainer(engine, out, model=model, precision=BF16, optimizer={"name": "adamw", "lr": 1e-3})
     trainer.train()
-    dtypes = {name: {key: t.dtype for key, t in of.items()} for name, of in trainer.engine.state().items()}
+    dtypes = {name: {key: t.read().dtype for key, t in of.items()} for name, of in trainer.engine.state().items()}
     return dtypes, trainer.run.facts.compute_dtype
 
 

@@ -2,17 +2,25 @@
 
 import pickle
 from concurrent.futures import ThreadPoolExecutor
-from threading import Barrier
+from pathlib import Path
+from threading import Barrier, get_ident
 
 import pytest
 
-from ds_trainer.errors import DataError, MachineError
-from ds_trainer.mesh.agree import agreed
+from ds_trainer.errors import DataError, DesyncError, MachineError, UserError
+from ds_trainer.mesh import signals
+from ds_trainer.mesh.agree import agree, agreed
 from ds_trainer.mesh.grid import Grid
+from ds_trainer.mesh.main_thread import MainThread
+from ds_trainer.mesh.monitor import Monitor
+
+THIS = Path(__file__).relative_to(Path.cwd()) if Path(__file__).is_relative_to(Path.cwd()) else Path(__file__)
 
 
 class ThreadMesh:
     """The part of a mesh that agreement needs, over threads of one process."""
+
+    monitor = Monitor(0, MainThread(None))
 
     def __init__(self, rank, slots, barrier):
         self.grid = Grid(world=len(slots), rank=rank)
@@ -29,21 +37,29 @@ class ThreadMesh:
         return [float(sum(column)) for column in zip(*self.gather_objects(values), strict=True)]
 
 
-def on_ranks(*errors):
-    """What each rank raises if it meets `errors[rank]` in an agreed block."""
-    slots, barrier = [None] * len(errors), Barrier(len(errors))
+def run_on_ranks(ranks, function):
+    """What `function(mesh)` returns or raises on each rank."""
+    slots, barrier = [None] * ranks, Barrier(ranks)
 
     def run(rank):
         try:
-            with agreed(ThreadMesh(rank, slots, barrier)):
-                if errors[rank] is not None:
-                    raise errors[rank]
-        except (DataError, MachineError) as error:
+            return function(ThreadMesh(rank, slots, barrier))
+        except UserError as error:
             return error
-        return None
 
-    with ThreadPoolExecutor(len(errors)) as pool:
-        return list(pool.map(run, range(len(errors))))
+    with ThreadPoolExecutor(ranks) as pool:
+        return list(pool.map(run, range(ranks)))
+
+
+def on_ranks(*errors):
+    """What each rank raises if it meets `errors[rank]` in an agreed block."""
+
+    def meet(mesh):
+        with agreed(mesh, "a block"):
+            if errors[mesh.grid.rank] is not None:
+                raise errors[mesh.grid.rank]
+
+    return run_on_ranks(len(errors), meet)
 
 
 def data_error(text="bad record"):
@@ -73,5 +89,69 @@ def test_what_all_ranks_met_is_of_no_rank_in_particular():
 
 
 def test_other_exceptions_are_not_caught():
-    with pytest.raises(ZeroDivisionError), agreed(None):
+    with pytest.raises(ZeroDivisionError), agreed(None, "a block"):
         raise ZeroDivisionError
+
+
+def test_numbers_are_summed_on_the_way():
+    agreements = run_on_ranks(3, lambda mesh: agree(mesh, "step 1", mesh.grid.rank, 0.5))
+    assert [(agreement.sums, agreement.stop) for agreement in agreements] == [((3.0, 1.5), False)] * 3
+
+
+def test_numbers_known_at_the_end_of_a_block_are_summed_too():
+    def meet(mesh):
+        with agreed(mesh, "a block") as agreement:
+            agreement.values = [mesh.grid.rank]
+        return agreement.sums
+
+    assert run_on_ranks(2, meet) == [(1.0,)] * 2
+
+
+@pytest.mark.case("F10")
+def test_a_signal_that_reached_one_rank_is_known_to_all(monkeypatch):
+    asked = {1}
+    at_rank = {}
+
+    def meet(mesh):
+        at_rank[get_ident()] = mesh.grid.rank
+        return agree(mesh, "step 1").stop
+
+    monkeypatch.setattr(signals, "pending", lambda: at_rank[get_ident()] in asked)
+    assert run_on_ranks(3, meet) == [True] * 3
+
+
+@pytest.mark.case("D6")
+def test_ranks_at_different_places_are_named_with_who_brought_them_there():
+    def save(mesh):
+        agree(mesh, "save_model()")
+
+    def step(mesh):
+        agree(mesh, "step 4")
+
+    for error in run_on_ranks(3, lambda mesh: save(mesh) if mesh.grid.rank == 2 else step(mesh)):
+        assert isinstance(error, DesyncError) and error.agreed
+        line = save.__code__.co_firstlineno + 1
+        assert error.found.startswith(f"save_model() was entered by ranks [2] only, at {THIS}:{line}; ")
+        line = step.__code__.co_firstlineno + 1
+        assert error.found.endswith(f"; ranks [0, 1] are at step 4 ({THIS}:{line})")
+
+
+def test_of_two_ranks_apart_the_call_is_named_and_not_the_step():
+    raised = run_on_ranks(2, lambda mesh: agree(mesh, ("step 4", "evaluate()")[mesh.grid.rank]))
+    assert all(error.found.startswith("evaluate() was entered by ranks [1] only") for error in raised)
+
+
+def test_an_error_is_heard_even_where_ranks_are_apart():
+    def meet(mesh):
+        with agreed(mesh, f"place {mesh.grid.rank}"):
+            if mesh.grid.rank == 1:
+                raise data_error()
+
+    assert [type(error) for error in run_on_ranks(2, meet)] == [DataError] * 2
+
+
+def test_places_of_thousands_of_ranks_are_told_apart():
+    """As float64 sums, in which rounding could hide one rank that is elsewhere."""
+    world, here, there = 4096, 2**20 - 1, 2**20 - 2
+    tags = [here] * (world - 1) + [there]
+    assert world * int(float(sum(t * t for t in tags))) != int(float(sum(tags))) ** 2

@@ -1,6 +1,7 @@
 """Tokenised once, counted, checked."""
 
 import json
+import os
 
 import datasets
 import pytest
@@ -10,6 +11,7 @@ from ds_trainer.config.schema import DataConfig
 from ds_trainer.data.prepare import prepare
 from ds_trainer.data.tokenized import ROWS_PER_BATCH, preview
 from ds_trainer.errors import DataError, MachineError
+from ds_trainer.mesh import signals
 from tests.helpers.tokenizers import MARKED_TEMPLATE, make_tokenizer
 
 SHORT = {"prompt": "no", "completion": " yes"}  # <s> no yes </s>
@@ -240,3 +242,28 @@ def test_a_data_set_without_records_is_named_by_its_files(run, tmp_path):
     with pytest.raises(DataError) as caught:
         run(str(file))
     assert caught.value.found == f"data.train ({file}) has no records" and str(file) in caught.value.change
+
+
+@pytest.mark.parametrize("name", ["data.arrow", "stats.json"])
+def test_a_cache_with_a_cut_file_is_tokenised_anew(run, encoded, tmp_path, capfd, name):
+    records = [SHORT] * 3
+    first = run(records)
+    rows = [first[i] for i in range(3)]
+    (path,) = (tmp_path / "cache").glob(f"*/{name}")
+    os.truncate(path, path.stat().st_size // 2)
+    encoded.clear()
+    second = run(records)
+    assert len(encoded) == 3
+    assert [second[i] for i in range(3)] == rows
+    assert second.stats == first.stats
+    assert f"{path} has" in capfd.readouterr().err
+
+
+@pytest.mark.case("F10")
+def test_a_stop_that_is_asked_for_while_tokenising_ends_it_soon(run, encoded, tmp_path, monkeypatch):
+    monkeypatch.setattr("ds_trainer.data.once.POLL_S", 0.0)
+    monkeypatch.setattr(signals, "pending", lambda: len(encoded) >= 5)
+    with pytest.raises(signals.StopRequested):
+        run([SHORT] * 1000)
+    assert len(encoded) == 5
+    assert not any(path.is_dir() for path in (tmp_path / "cache").iterdir())

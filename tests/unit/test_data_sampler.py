@@ -14,7 +14,7 @@ def sampler(num_samples=23, global_size=8, micro_size=2, data_rank=0, data_ranks
 def test_ten_samples_at_global_size_16_are_one_step_per_epoch():
     s = sampler(num_samples=10, global_size=2 * 4 * 2, micro_size=2, data_ranks=2)
     assert s.steps_per_epoch == 1
-    assert [s.epoch_of(step) for step in range(3)] == [0, 1, 2]
+    assert [s.position(step).epoch for step in range(3)] == [0, 1, 2]
 
 
 @pytest.mark.case("J7")

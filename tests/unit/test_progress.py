@@ -62,6 +62,19 @@ def test_elsewhere_lines_come_at_most_every_few_seconds_and_at_the_end(log, cloc
     assert "[00:12<00:04]" in lines[1]  # three steps took 12 s, so the last one takes 4
 
 
+def test_a_resumed_run_begins_at_its_step_and_reckons_with_its_own_steps_only(monkeypatch, log, clock):
+    with Progress(total_steps=6, enabled=True, first_step=3) as progress:
+        clock[0] += 12.0
+        progress.step()
+        progress.show(metrics(4))
+    assert "step 4/6 [00:12<00:24]" in log.records[0].getMessage()
+    monkeypatch.setattr("sys.stderr", terminal := Terminal())
+    with Progress(total_steps=6, enabled=True, first_step=3) as progress:
+        progress.step()
+        progress.show(metrics(4))
+    assert "4/6" in terminal.getvalue()
+
+
 @pytest.mark.parametrize("stream", [Terminal, io.StringIO])
 def test_other_ranks_show_nothing(monkeypatch, log, stream):
     stderr = stream()

@@ -1,0 +1,86 @@
+"""What every side trains: the same model on the same samples in the same order, for the same number of steps."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+SEQUENCE, VOCAB = 128, 8192
+RANKS, MICRO, ACCUMULATION = 2, 2, 2
+GLOBAL = MICRO * ACCUMULATION * RANKS
+WARM_UP, STEPS = 3, 15
+"""Steps that are not timed, and steps in all."""
+LR, WEIGHT_DECAY, MAX_GRAD_NORM = 1e-3, 0.01, 1.0
+
+
+def make_model() -> Any:
+    """A Llama of 8.4 million parameters with seeded weights."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            hidden_size=256,
+            intermediate_size=1024,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            vocab_size=VOCAB,
+            max_position_embeddings=SEQUENCE,
+        )
+    )
+
+
+def make_rows() -> list[dict[str, list[int]]]:
+    """One epoch of samples from a few ids, so that the loss falls from the start; a quarter of each is unlabelled."""
+    generator = random.Random(0)
+    rows = []
+    for _ in range(STEPS * GLOBAL):
+        ids = [generator.randrange(64) for _ in range(SEQUENCE)]
+        labels = [-100] * (SEQUENCE // 4) + ids[SEQUENCE // 4 :]
+        rows.append({"input_ids": ids, "attention_mask": [1] * SEQUENCE, "labels": labels})
+    return rows
+
+
+def run_config(engine: str, output_dir: str) -> dict[str, Any]:
+    """The run as a config of ds_trainer; engine is `ddp`, or `deepspeed` for ZeRO stage 2."""
+    return {
+        "parallel": {"engine": engine},
+        "data": {"shuffle": False},
+        "precision": {"dtype": "fp32"},
+        "batch": {"micro_size": MICRO, "accumulation": ACCUMULATION},
+        "optimizer": {"lr": LR, "weight_decay": WEIGHT_DECAY, "max_grad_norm": MAX_GRAD_NORM},
+        "run": {"output_dir": output_dir, "device": "cpu"},
+        "checkpoint": {"every_steps": 0, "export": False},
+        "logging": {"plots": False},
+    }
+
+
+class Clock:
+    """Notes when each step ended."""
+
+    def __init__(self) -> None:
+        self._ends: list[float] = []
+
+    def step_ended(self) -> None:
+        """To be called at the end of every optimizer step."""
+        self._ends.append(time.monotonic())
+
+    def write(self, folder: str, losses: list[float], **more: Any) -> None:
+        """Leaves the times, and what proves that the sides did the same work, in `<folder>/result.json`.
+
+        The command line's last argument is the monotonic clock's reading when this process was started.
+        """
+        assert len(self._ends) == len(losses) == STEPS
+        timed_s = self._ends[-1] - self._ends[WARM_UP - 1]
+        result = {
+            "first_step_s": self._ends[0] - float(sys.argv[-1]),
+            "tokens_per_s": (STEPS - WARM_UP) * GLOBAL * SEQUENCE / timed_s,
+            "losses": losses,
+            **more,
+        }
+        Path(folder, "result.json").write_text(json.dumps(result))

@@ -1,0 +1,146 @@
+"""A checkpoint's folder: written aside, checked, renamed into place; found, verified and removed again. No torch.
+
+A folder named `checkpoint-<step>` is whole: it gets that name by one rename, after everything in it, its manifest last,
+is on the disk. The manifest holds size and SHA-256 of every other file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+_NAME = re.compile(r"checkpoint-(\d+)")
+
+
+def folder_of(output_dir: Path, step: int) -> Path:
+    """Where the checkpoint of a step is."""
+    return output_dir / f"checkpoint-{step}"
+
+
+def aside_of(folder: Path) -> Path:
+    """Where a checkpoint is until it is whole."""
+    return folder.with_name(f".{folder.name}.partial")
+
+
+def step_of(folder: Path) -> int:
+    """The step in a checkpoint's name."""
+    match = _NAME.fullmatch(folder.name)
+    assert match, folder
+    return int(match[1])
+
+
+def checkpoints(output_dir: Path) -> list[Path]:
+    """Every checkpoint of a run, the newest first, whole or not."""
+    if not output_dir.is_dir():
+        return []
+    found = [path for path in output_dir.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()]
+    return sorted(found, key=step_of, reverse=True)
+
+
+def sync_file(path: Path) -> None:
+    """Waits until a file, or the names in a folder, are on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def fingerprint(path: Path) -> dict[str, int | str]:
+    """Size and SHA-256 of a file."""
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return {"bytes": path.stat().st_size, "sha256": digest}
+
+
+def commit(aside: Path, folder: Path, files: dict[str, dict[str, int | str]]) -> None:
+    """Writes the manifest and gives the folder its name.
+
+    Args:
+        aside: Folder whose files are all written and on the disk.
+        folder: Its name from now on; one of that name is replaced.
+        files: Fingerprint of every file by its path within the folder.
+    """
+    manifest = {"format": FORMAT, "step": step_of(folder), "files": files}
+    (aside / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+    sync_file(aside / MANIFEST)
+    for path in {aside, *(path for path in aside.rglob("*") if path.is_dir())}:
+        sync_file(path)
+    remove(folder)
+    aside.rename(folder)
+    sync_file(folder.parent)
+
+
+def remove(folder: Path) -> None:
+    """Removes a checkpoint; one that is killed half-way leaves nothing that has a checkpoint's name."""
+    if folder.exists():
+        doomed = folder.with_name(f".{folder.name}.removed")
+        shutil.rmtree(doomed, ignore_errors=True)
+        folder.rename(doomed)
+        shutil.rmtree(doomed)
+
+
+def rotate(output_dir: Path, keep_last: int, keep: str | None) -> None:
+    """Removes checkpoints beyond the newest `keep_last`.
+
+    Args:
+        output_dir: The run's folder.
+        keep_last: How many are kept.
+        keep: Name of one that is kept besides.
+    """
+    for folder in checkpoints(output_dir)[keep_last:]:
+        if folder.name != keep:
+            remove(folder)
+
+
+def remove_leftovers(output_dir: Path) -> None:
+    """Removes what killed saves and removals left behind."""
+    for path in output_dir.glob(".checkpoint-*"):
+        if path.suffix in (".partial", ".removed"):
+            shutil.rmtree(path)
+
+
+def manifest_faults(folder: Path) -> tuple[dict[str, dict], list[str]]:
+    """The files that a checkpoint's manifest lists, and what is wrong with the manifest itself."""
+    path = folder / MANIFEST
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+        found, step, files = manifest["format"], manifest["step"], dict(manifest["files"])
+    except FileNotFoundError:
+        return {}, [f"{path} is missing"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return {}, [f"{path} cannot be read ({error})"]
+    if found != FORMAT:
+        return {}, [f"{path} is of format {found}, this version reads {FORMAT}"]
+    if _NAME.fullmatch(folder.name) and step != step_of(folder):
+        return {}, [f"{path} belongs to step {step}"]
+    strangers = [name for name in files if Path(name).is_absolute() or ".." in Path(name).parts]
+    if strangers or not files:
+        return {}, [f"{path} lists {', '.join(strangers) or 'no files'}"]
+    return files, []
+
+
+def file_faults(folder: Path, files: dict[str, dict], names: Iterable[str]) -> list[str]:
+    """What is wrong with the named files of a checkpoint, in words."""
+    return [fault for name in names if (fault := _fault(folder / name, files[name]))]
+
+
+def _fault(path: Path, expected: dict) -> str | None:
+    try:
+        size = path.stat().st_size
+        if size != expected["bytes"]:
+            return f"{path} has {size:,} bytes instead of {expected['bytes']:,}"
+        if fingerprint(path)["sha256"] != expected["sha256"]:
+            return f"{path} has another SHA-256 than when it was written"
+    except FileNotFoundError:
+        return f"{path} is missing"
+    except (OSError, KeyError, TypeError) as error:
+        return f"{path} cannot be verified ({error})"
+    return None

@@ -1,0 +1,201 @@
+"""Sharded tensors as safetensors files and a JSON index, written through torch.distributed.checkpoint.
+
+A tensor of a parameter's state is kept under `<key>/<parameter>`, such as `exp_avg/model.norm.weight`, in boxes of its
+full shape. Every rank offers the boxes that it owns; torch.distributed.checkpoint gives a box that several ranks own to
+the one that has least to write.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from ds_trainer.engines.state import State, StateTensor
+from ds_trainer.layout import ParameterSlice
+
+INDEX = "index.json"
+_FILE_BYTES = 1 << 30
+"""A file is filled in memory before it is written: so much of the host a save may take."""
+
+
+class Shard:
+    """This rank's boxes of one tensor, as torch.distributed.checkpoint asks for them.
+
+    Args:
+        handle: Where the values are.
+        piece: Which part of the full tensor they are.
+    """
+
+    def __init__(self, handle: StateTensor, piece: ParameterSlice) -> None:
+        self._handle, self._shape = handle, piece.shape
+        self._starts: dict[tuple[int, ...], tuple[int, tuple[int, ...]]] = {}
+        start = 0
+        for box in piece.boxes():
+            self._starts[box.offsets] = start, box.sizes
+            start += box.numel
+        self._read: torch.Tensor | None = None
+
+    def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
+        properties = TensorProperties(dtype=self._handle.dtype)
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)), properties, torch.Size(self._shape)
+                ),
+            )
+            for offsets, (_, sizes) in self._starts.items()
+        ]
+
+    def box(self, offsets: tuple[int, ...]) -> torch.Tensor:
+        """The values of one box on the host; the slice that holds it is read once for all its boxes."""
+        if self._read is None:
+            self._read = self._handle.read()
+        start, sizes = self._starts[offsets]
+        numel = torch.Size(sizes).numel()
+        value = self._read.reshape(-1)[start : start + numel].view(sizes).cpu()
+        if start + numel == self._read.numel():
+            self._read = None
+        return value
+
+
+def shards(state: State, layout: list[ParameterSlice]) -> dict[str, Shard]:
+    """What a rank offers to a checkpoint.
+
+    Args:
+        state: The engine's handles.
+        layout: The engine's slices.
+    """
+    slices = {piece.name: piece for piece in layout}
+    return {
+        f"{key}/{name}": Shard(handle, part_of(slices[name], handle))
+        for name, handles in state.items()
+        for key, handle in handles.items()
+    }
+
+
+def part_of(piece: ParameterSlice, handle: StateTensor) -> ParameterSlice:
+    """The slice that a tensor of a parameter's state is: the parameter's own, or the whole of another shape."""
+    return piece if handle.shape == (piece.numel,) else ParameterSlice.whole(piece.name, handle.shape)
+
+
+class _Planner(dcp.DefaultSavePlanner):
+    """torch.distributed.checkpoint's planner, which by itself looks up tensors only."""
+
+    def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
+        assert index.offset is not None
+        return self.state_dict[index.fqn].box(tuple(index.offset))
+
+
+class SafetensorsWriter(StorageWriter):
+    """Writes each rank's boxes into files of its own, and the index on the coordinator.
+
+    Args:
+        folder: An existing folder.
+        rank: This rank's number, part of its files' names.
+    """
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self._folder, self._rank = folder, rank
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        """Nothing is kept between saves."""
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Nothing depends on being the coordinator."""
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Takes the plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Takes the plans as they are."""
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Writes this rank's files, at most `_FILE_BYTES` of memory at a time."""
+        results: list[WriteResult] = []
+        for number, part in enumerate(_parts(plan, planner)):
+            file = f"state-{self._rank:05d}-{number:03d}.safetensors"
+            save_file({box_key(index): tensor for index, tensor in part.items()}, self._folder / file)
+            results += [WriteResult(index, tensor.nbytes, file) for index, tensor in part.items()]
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Writes the index: format, shape, and the boxes of every tensor with their files."""
+        files = {result.index: result.storage_data for of_rank in results for result in of_rank}
+        index: dict[str, Any] = {}
+        for fqn, tensor in metadata.state_dict_metadata.items():
+            assert isinstance(tensor, TensorStorageMetadata)
+            index[fqn] = {
+                "dtype": str(tensor.properties.dtype).removeprefix("torch."),
+                "shape": list(tensor.size),
+                "boxes": [
+                    {"offsets": list(c.offsets), "sizes": list(c.sizes), "file": files[MetadataIndex(fqn, c.offsets)]}
+                    for c in tensor.chunks
+                ],
+            }
+        (self._folder / INDEX).write_text(json.dumps(index), encoding="utf-8")
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        """A folder on a disk."""
+        return isinstance(checkpoint_id, str | Path)
+
+
+def _parts(plan: SavePlan, planner: SavePlanner) -> Iterator[dict[MetadataIndex, torch.Tensor]]:
+    """The plan's tensors in the order of the plan, in portions of about `_FILE_BYTES`."""
+    part: dict[MetadataIndex, torch.Tensor] = {}
+    filled = 0
+    for item in plan.items:
+        tensor = planner.resolve_data(item)
+        assert isinstance(tensor, torch.Tensor)
+        if part and filled + tensor.nbytes > _FILE_BYTES:
+            yield part
+            part, filled = {}, 0
+        part[item.index] = tensor
+        filled += tensor.nbytes
+    if part:
+        yield part
+
+
+def box_key(index: MetadataIndex) -> str:
+    """Name of a box in its file: the tensor's, and where the box begins: `master/lm_head.weight@4,0`."""
+    return f"{index.fqn}@{','.join(map(str, index.offset or ()))}"
+
+
+def write_shards(shards: Mapping[str, Shard], folder: Path, rank: int) -> None:
+    """Writes a sharded state. A collective.
+
+    Args:
+        shards: This rank's part by name.
+        folder: An existing folder that every rank sees.
+        rank: This rank's number.
+
+    Raises:
+        dcp.api.CheckpointException: On every rank, if one could not write.
+    """
+    dcp.save(
+        dict(shards),
+        storage_writer=SafetensorsWriter(folder, rank),
+        planner=_Planner(flatten_state_dict=False, flatten_sharded_tensors=False),
+    )

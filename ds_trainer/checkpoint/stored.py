@@ -1,0 +1,136 @@
+"""Reads a sharded state slice by slice: any rank, any slice, whoever wrote it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from ds_trainer.checkpoint.sharded import INDEX, box_key
+from ds_trainer.engines.state import MASTER
+from ds_trainer.errors import CheckpointError
+from ds_trainer.layout import ParameterSlice
+from ds_trainer.models.source import WeightSource
+
+
+@contextmanager
+def reading(folder: Path) -> Iterator[None]:
+    """Turns what a file that is not what it should be leads to into one error.
+
+    Raises:
+        CheckpointError: A file of the checkpoint cannot be read.
+    """
+    try:
+        yield
+    except (OSError, SafetensorError, ValueError, LookupError, TypeError) as error:
+        raise CheckpointError(
+            f"{folder} cannot be read: {error}",
+            "a checkpoint is safetensors and JSON, as this version writes them",
+            "set checkpoint.resume to another checkpoint",
+        ) from error
+
+
+class StoredState:
+    """The tensors of a checkpoint.
+
+    Args:
+        folder: A checkpoint whose files have been verified.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        with reading(folder):
+            index: Mapping[str, Any] = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+            self.tensors = {fqn: _metadata(entry) for fqn, entry in index.items()}
+            self._files = {fqn: [box["file"] for box in entry["boxes"]] for fqn, entry in index.items()}
+        self._open = cache(lambda file: safe_open(folder / file, framework="pt"))
+
+    def keys(self, name: str) -> list[str]:
+        """Keys of a parameter's state."""
+        return [fqn.partition("/")[0] for fqn in self.tensors if fqn.partition("/")[2] == name]
+
+    def whole(self, fqn: str) -> torch.Tensor | None:
+        """A full tensor; None where the checkpoint does not hold it."""
+        if fqn not in self.tensors:
+            return None
+        shape = tuple(self.tensors[fqn].size)
+        return self.read(fqn, ParameterSlice.whole(fqn, shape)).view(shape)
+
+    def read(self, fqn: str, piece: ParameterSlice) -> torch.Tensor:
+        """The elements of a slice, flat, on the host.
+
+        Args:
+            fqn: `<key>/<parameter>`.
+            piece: Which part of the full tensor.
+
+        Raises:
+            CheckpointError: A file cannot be read.
+        """
+        with reading(self.folder):
+            return self._read(fqn, piece)
+
+    def _read(self, fqn: str, piece: ParameterSlice) -> torch.Tensor:
+        stored = self.tensors[fqn]
+        out = torch.empty(piece.numel, dtype=stored.properties.dtype)
+        boxes = piece.boxes()
+        views = [part.view(b.sizes) for part, b in zip(out.split([b.numel for b in boxes]), boxes, strict=True)]
+        wanted = [ChunkStorageMetadata(torch.Size(b.offsets), torch.Size(b.sizes)) for b in boxes]
+        for item in create_read_items_for_chunk_list(fqn, stored, wanted):
+            number, target = item.storage_index.index, item.dest_index.index
+            assert number is not None and target is not None and item.storage_index.offset is not None
+            key = box_key(MetadataIndex(fqn, item.storage_index.offset))
+            source = self._open(self._files[fqn][number]).get_slice(key)
+            cut = tuple(slice(o, o + n) for o, n in zip(item.storage_offsets, item.lengths, strict=True))
+            into = tuple(slice(o, o + n) for o, n in zip(item.dest_offsets, item.lengths, strict=True))
+            views[target][into] = source[cut] if cut else source[...]
+        return out
+
+
+def _metadata(entry: Mapping[str, Any]) -> TensorStorageMetadata:
+    boxes = [ChunkStorageMetadata(torch.Size(b["offsets"]), torch.Size(b["sizes"])) for b in entry["boxes"]]
+    return TensorStorageMetadata(
+        TensorProperties(dtype=getattr(torch, entry["dtype"])), torch.Size(entry["shape"]), boxes
+    )
+
+
+class StoredWeights(WeightSource):
+    """The fp32 masters of a checkpoint as the values that a run starts from; what was not trained comes from elsewhere.
+
+    Args:
+        stored: The checkpoint's tensors.
+        others: Source of frozen parameters and buffers.
+    """
+
+    def __init__(self, stored: StoredState, others: WeightSource) -> None:
+        self._stored, self._others = stored, others
+
+    def view(self, name: str, flat: tuple[int, int] | None = None) -> torch.Tensor:
+        """As in `WeightSource`."""
+        fqn = f"{MASTER}/{name}"
+        if fqn not in self._stored.tensors:
+            return self._others.view(name, flat)
+        if flat is not None:
+            shape = tuple(self._stored.tensors[fqn].size)
+            return self._stored.read(fqn, ParameterSlice.flat_range(name, shape, *flat))
+        whole = self._stored.whole(fqn)
+        assert whole is not None
+        return whole
+
+    def stored_dtype(self, name: str) -> torch.dtype:
+        """As in `WeightSource`."""
+        fqn = f"{MASTER}/{name}"
+        known = self._stored.tensors.get(fqn)
+        return self._others.stored_dtype(name) if known is None else known.properties.dtype

@@ -1,0 +1,58 @@
+"""Writes, before the first step, what a run will have to write at its end, so that a bad config cannot cost the run."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.models.auto import AutoConfig
+
+from ds_trainer.checkpoint.export import write_model_files
+from ds_trainer.errors import MachineError, ModelError
+
+
+def trial_save(
+    output_dir: Path,
+    model: torch.nn.Module,
+    tokenizer: PreTrainedTokenizerBase | None,
+    dtype: torch.dtype,
+    state: Mapping[str, Any],
+) -> None:
+    """Writes config, generation config, tokenizer and the trainer's state into a folder that is removed again.
+
+    Args:
+        output_dir: The run's folder.
+        model: The model.
+        tokenizer: Its tokenizer, if it has one.
+        dtype: Format of the export.
+        state: What a checkpoint would hold of the trainer.
+
+    Raises:
+        ModelError: Something of it cannot be written as JSON, or not be read back.
+        MachineError: The folder cannot be written to.
+    """
+    try:
+        with tempfile.TemporaryDirectory(dir=output_dir, prefix=".trial-") as name:
+            folder = Path(name)
+            (folder / "state.json").write_text(json.dumps(state), encoding="utf-8")
+            if isinstance(model, PreTrainedModel):
+                write_model_files(model, tokenizer, folder, dtype)
+                if not model.is_remote_code():
+                    AutoConfig.from_pretrained(folder)
+    except OSError as error:
+        raise MachineError(
+            f"{output_dir} cannot be written: {error}",
+            "checkpoints and the model go there",
+            "set run.output_dir to a writable folder with free space",
+        ) from error
+    except (TypeError, ValueError) as error:
+        raise ModelError(
+            f"the model's config, its tokenizer or a state of yours cannot be saved: {error}",
+            "all of them are written once before the first step, so that the run's end does not fail",
+            "mend the config, the tokenizer, or the state_dict() of your callback or scheduler",
+        ) from error

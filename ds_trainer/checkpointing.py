@@ -1,0 +1,144 @@
+"""A run's state to a checkpoint and back: which parts there are, and in which order they are set."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from ds_trainer.assembly import Run
+from ds_trainer.checkpoint.export import write_model_files
+from ds_trainer.checkpoint.rng import rng_state
+from ds_trainer.checkpoint.sharded import part_of, shards
+from ds_trainer.checkpoint.store import Checkpoint, RankState, SharedState, save
+from ds_trainer.checkpoint.stored import StoredState
+from ds_trainer.engines.base import Engine
+from ds_trainer.engines.state import MASTER
+from ds_trainer.errors import CheckpointError
+from ds_trainer.executors.accumulate import to_device
+from ds_trainer.log import rank
+from ds_trainer.mesh.agree import agreed
+from ds_trainer.resume import describe_layout
+
+_BUFFER, _ENGINE = "buffer.", "engine."
+
+
+def save_checkpoint(run: Run, output_dir: Path, step: int, state: Mapping[str, Any]) -> Path:
+    """Saves everything that the next step depends on. Every rank must call it.
+
+    Args:
+        run: The run.
+        output_dir: Its folder.
+        step: Optimizer steps taken.
+        state: The trainer's own part, as JSON.
+
+    Raises:
+        MachineError: On every rank, if one could not write.
+    """
+    engine = run.engine
+    tensors, rng = rng_state()
+    tensors |= {_BUFFER + name: buffer for name, buffer in _persistent_buffers(run.model)}
+    tensors |= {_ENGINE + name: tensor for name, tensor in engine.rank_state().items()}
+    mine = RankState({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, {"rng": rng})
+    layout = engine.parameter_layout()
+    everyones = run.mesh.gather_objects(layout)
+    shared = SharedState(
+        state={**state, "counters": engine.counters()},
+        run=run.resolved.config.model_dump(mode="json", by_alias=True),
+        layout=describe_layout(run.resolved, everyones),
+        write_model_files=lambda folder: write_model_files(run.model, run.tokenizer, folder, run.export_dtype),
+    )
+    return save(output_dir, step, shards(engine.state(), layout), mine, shared, run.mesh)
+
+
+def load_checkpoint(run: Run, checkpoint: Checkpoint, state: Mapping[str, Any]) -> RankState:
+    """Sets everything but the random numbers. Every rank must call it, before the first step.
+
+    The weights are there already: the run was assembled from the checkpoint's masters. Optimizer states come into being
+    in a first step, so one is rehearsed, with a gradient and a learning rate of zero. It also lets an engine do what it
+    does in its first step only, such as DDP's sorting of its buckets, which changes the order of sums.
+
+    Args:
+        run: The run.
+        checkpoint: Where from.
+        state: What `save_checkpoint` was given, read back.
+
+    Returns:
+        This rank's own state, whose random numbers are to be set last.
+
+    Raises:
+        CheckpointError: On every rank: its optimizer states are not those of this run.
+    """
+    _rehearse(run)
+    with agreed(run.mesh, "the loading of the checkpoint"):
+        _write_state(run.engine, checkpoint.stored())
+    mine = checkpoint.rank_state(run.mesh.grid.rank)
+    run.engine.load_rank_state(_below(mine.tensors, _ENGINE))
+    run.engine.load_counters(state["counters"])
+    buffers = _below(mine.tensors, _BUFFER)
+    with torch.no_grad():
+        for name, buffer in _persistent_buffers(run.model):
+            buffer.copy_(buffers[name])
+    return mine
+
+
+def _rehearse(run: Run) -> None:
+    assert run.train_loader is not None
+    engine = run.engine
+    groups = engine.param_groups()
+    rates = [group["lr"] for group in groups]
+    for group in groups:
+        group["lr"] = 0.0
+    with agreed(run.mesh, "the rehearsal"):
+        batch = to_device(run.train_loader.rehearsal(), run.mesh.device)
+    with engine.microbatch(is_last=True):
+        loss = run.loss.loss_sum(engine.forward(**run.loss.inputs(batch)), batch, 1)
+        engine.backward(loss * 0.0)
+    engine.finish()
+    for group, rate in zip(groups, rates, strict=True):
+        group["lr"] = rate
+
+
+def _write_state(engine: Engine, stored: StoredState) -> None:
+    slices = {piece.name: piece for piece in engine.parameter_layout()}
+    parameters = engine.state().items()
+    for name, handles in tqdm(parameters, "loading optimizer states", delay=3, leave=False, disable=rank() != 0):
+        keys = stored.keys(name)
+        if not set(keys) <= set(handles):
+            raise CheckpointError(
+                f"{stored.folder} holds {sorted(keys)} for {name}, this run's optimizer {sorted(handles)}",
+                "a run goes on with the optimizer that it began with",
+                "set optimizer.name as it was, or checkpoint.resume_weights_only to true to begin with a new one",
+            )
+        for key, handle in handles.items():
+            if key not in keys:  # It was saved before the optimizer's first step.
+                handle.write(torch.zeros(handle.shape, dtype=handle.dtype))
+                continue
+            value = stored.read(f"{key}/{name}", part_of(slices[name], handle)).view(handle.shape)
+            if key != MASTER:
+                handle.write(value)
+            elif not torch.equal(handle.read().cpu(), value):
+                raise CheckpointError(
+                    f"{name} is no longer what the checkpoint holds after a step with learning rate 0",
+                    "resuming makes the optimizer's states in such a step, which must leave the weights alone",
+                    "use an optimizer whose update is proportional to lr",
+                )
+
+
+def _persistent_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    persistent = model.state_dict().keys()
+    return ((name, buffer) for name, buffer in model.named_buffers() if name in persistent)
+
+
+def _below(tensors: Mapping[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
+    return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
+
+
+def best_parameters(engine: Engine, stored: StoredState) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every parameter, whole: a trained one as a checkpoint holds it, a frozen one from the engine."""
+    for name, value in engine.full_parameters():
+        trained = stored.whole(f"{MASTER}/{name}")
+        yield name, value if trained is None else trained

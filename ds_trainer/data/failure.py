@@ -1,0 +1,63 @@
+"""An error on its way from a worker process to the training process, where it is raised as itself."""
+
+from __future__ import annotations
+
+import pickle
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NoReturn
+
+
+class WorkerTraceback(Exception):
+    """Where in a worker an error was raised; the cause of the error that the training process raises."""
+
+    def __str__(self) -> str:
+        return f"in a worker process:\n{self.args[0]}"
+
+
+class Failure:
+    """Stands in for a micro-batch that could not be made.
+
+    Args:
+        error: What was raised.
+    """
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def reraise(self) -> NoReturn:
+        """Raises the error with its traceback, or with the worker's as its cause."""
+        raise self.error
+
+    def __reduce__(self) -> tuple:
+        text = "".join(traceback.format_exception(self.error))
+        notes = getattr(self.error, "__notes__", [])
+        return _from_worker, (_portable(self.error), notes, text)
+
+
+def _from_worker(pickled: bytes, notes: list[str], text: str) -> Failure:
+    error = pickle.loads(pickled)
+    error.__notes__ = notes
+    error.__cause__ = WorkerTraceback(text)
+    return Failure(error)
+
+
+def _portable(error: Exception) -> bytes:
+    """The error pickled; where its class does not survive that, a `RuntimeError` with its name and text."""
+    try:
+        pickled = pickle.dumps(error)
+        pickle.loads(pickled)
+    except Exception:  # noqa: BLE001  a foreign class may raise anything here, and its error must not hide the first
+        return pickle.dumps(RuntimeError(f"{type(error).__name__}: {error}"))
+    return pickled
+
+
+@contextmanager
+def noted(note: str) -> Iterator[None]:
+    """Adds a note to any error of the block."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(note)
+        raise

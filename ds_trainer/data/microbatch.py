@@ -1,0 +1,125 @@
+"""One micro-batch: its samples read, collated and checked, whichever process does it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from ds_trainer.data.failure import Failure, noted
+from ds_trainer.data.randomness import own_streams_kept, seed_streams
+from ds_trainer.data.text import IGNORE
+from ds_trainer.errors import DataError
+
+Batch = dict[str, Any]
+Collator = Callable[[list[Any]], Batch]
+
+SAMPLE, COLLATOR = range(2)
+"""First part of a seed's key: samples and collators draw from streams apart."""
+
+
+class MapDataset(Protocol):
+    """What samples are read from."""
+
+    def __len__(self) -> int:
+        """Number of samples."""
+
+    def __getitem__(self, i: int, /) -> Any:
+        """Sample `i`."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """Which micro-batch to make.
+
+    Args:
+        step: The step it belongs to, from 0.
+        epoch: The pass over the data, from 0.
+        samples: Indices of its samples.
+        is_filler: Whether its labels are wiped, since the samples are another rank's.
+    """
+
+    step: int
+    epoch: int
+    samples: list[int]
+    is_filler: bool = False
+
+
+class BatchMaker:
+    """Makes micro-batches; map-style itself, from a task to its batch, so that torch's `DataLoader` can run it.
+
+    Args:
+        dataset: Map-style samples.
+        collate_fn: Makes a batch of a list of samples, as in Hugging Face (`data_collator`).
+        seed: Decides, with the epoch and the sample's index, what a sample's augmentation draws from the global
+            generators of Python, NumPy and torch, and with the step and the first index what a collator draws: the
+            same for any number of ranks and workers. None: nothing draws, so nothing is seeded.
+        vocab_size: Rows of the model's embedding; None: unchecked.
+        max_positions: Longest sequence the model takes; None: unchecked.
+        what: `train`, `eval` or `test`, for error texts.
+    """
+
+    def __init__(
+        self,
+        dataset: MapDataset,
+        collate_fn: Collator,
+        *,
+        seed: int | None = None,
+        vocab_size: int | None = None,
+        max_positions: int | None = None,
+        what: str = "train",
+    ) -> None:
+        self.dataset, self.collate_fn, self.seed, self.what = dataset, collate_fn, seed, what
+        self.vocab_size, self.max_positions = vocab_size, max_positions
+
+    def __getitem__(self, task: Task) -> Batch | Failure:
+        """The batch, or what the user's code or a check raised, with notes that name step and samples."""
+        try:
+            with noted(f"in data.{self.what}, step {task.step + 1}, samples {task.samples}"), self._streams():
+                return self._make(task)
+        except Exception as error:  # noqa: BLE001  a data set may raise anything; the training process raises it again
+            return Failure(error)
+
+    def sample(self, i: int, epoch: int = 0) -> Any:
+        """Sample `i` as the given epoch sees it. The caller keeps its own random streams."""
+        if self.seed is not None:
+            seed_streams(SAMPLE, self.seed, epoch, i)
+        with noted(f"while reading sample {i}"):
+            return self.dataset[i]
+
+    def _streams(self) -> Any:
+        return nullcontext() if self.seed is None else own_streams_kept()
+
+    def _make(self, task: Task) -> Batch:
+        samples = [self.sample(i, task.epoch) for i in task.samples]
+        if self.seed is not None:
+            seed_streams(COLLATOR, self.seed, task.step, task.samples[0])
+        batch = self.collate_fn(samples)
+        if "labels" not in batch:
+            raise DataError(
+                f"the data collator returns no labels for samples {task.samples}, only {sorted(batch)}",
+                "the loss is divided by the labels of the whole step, so every batch has labels",
+                "return labels from data_collator, -100 where nothing is to be learned",
+            )
+        self._check(batch, task.samples)
+        return {**batch, "labels": torch.full_like(batch["labels"], IGNORE)} if task.is_filler else batch
+
+    def _check(self, batch: Batch, samples: list[int]) -> None:
+        ids = batch.get("input_ids")
+        if ids is None:
+            return
+        if self.max_positions is not None and ids.shape[-1] > self.max_positions:
+            raise DataError(
+                f"samples {samples} have {ids.shape[-1]} tokens, the model has {self.max_positions} positions",
+                "a sample may not be longer than the model's positions",
+                "shorten the samples, or set data.max_length",
+            )
+        if self.vocab_size is not None and int(ids.max()) >= self.vocab_size:
+            raise DataError(
+                f"samples {samples} have token id {int(ids.max())}, the model's embedding has {self.vocab_size} rows",
+                "ids lie between 0 and the number of rows less one",
+                "set model.resize_embeddings to true, or model.tokenizer to the one that belongs to the checkpoint",
+            )

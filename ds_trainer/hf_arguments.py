@@ -1,0 +1,97 @@
+"""The attributes of transformers' `TrainingArguments` that have an equal in a run's config."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from ds_trainer.config.keys import value
+from ds_trainer.config.schema import RunConfig
+from ds_trainer.errors import ConfigError
+from ds_trainer.mesh.grid import Grid
+
+SAME = {
+    "adam_epsilon": "optimizer.eps",
+    "dataloader_num_workers": "data.num_workers",
+    "dataloader_pin_memory": "data.pin_memory",
+    "dataloader_prefetch_factor": "data.prefetch_factor",
+    "eval_on_start": "evaluation.at_start",
+    "eval_steps": "evaluation.every_steps",
+    "gradient_accumulation_steps": "batch.accumulation",
+    "gradient_checkpointing": "model.gradient_checkpointing",
+    "greater_is_better": "evaluation.greater_is_better",
+    "label_smoothing_factor": "loss.label_smoothing",
+    "learning_rate": "optimizer.lr",
+    "load_best_model_at_end": "checkpoint.load_best_model_at_end",
+    "logging_steps": "logging.every_steps",
+    "max_grad_norm": "optimizer.max_grad_norm",
+    "metric_for_best_model": "evaluation.metric_for_best_model",
+    "output_dir": "run.output_dir",
+    "per_device_eval_batch_size": "evaluation.batch_size",
+    "per_device_train_batch_size": "batch.micro_size",
+    "project": "logging.project_name",
+    "resume_from_checkpoint": "checkpoint.resume",
+    "run_name": "logging.run_name",
+    "save_steps": "checkpoint.every_steps",
+    "save_total_limit": "checkpoint.keep_last",
+    "seed": "run.seed",
+    "weight_decay": "optimizer.weight_decay",
+}
+"""Attribute -> key that means the same."""
+
+
+class NoSuchArgument(ConfigError, AttributeError):
+    """A callback reads an attribute of `TrainingArguments` that means nothing in this run."""
+
+
+class Arguments:
+    """Stands for `TrainingArguments`, read-only by custom, as callbacks get it.
+
+    Args:
+        config: The run's config, resolved.
+        grid: Where this rank is.
+        max_steps: Optimizer steps of the run.
+        num_epochs: Passes over the training data in which they end.
+    """
+
+    def __init__(self, config: RunConfig, grid: Grid, max_steps: int, num_epochs: int) -> None:
+        from transformers.trainer_utils import IntervalStrategy
+
+        steps, never = IntervalStrategy.STEPS, IntervalStrategy.NO
+        beta1, beta2 = config.optimizer.betas
+        for name, key in SAME.items():
+            setattr(self, name, value(config, key))
+        self.adam_beta1, self.adam_beta2 = beta1, beta2
+        self.bf16, self.fp16 = config.precision.dtype == "bf16", config.precision.dtype == "fp16"
+        self.disable_tqdm = not config.logging.progress_bar
+        self.eval_strategy = steps if config.evaluation.every_steps else never
+        self.logging_strategy = steps
+        self.local_process_index, self.process_index, self.world_size = grid.local_rank, grid.rank, grid.world
+        self.max_steps, self.num_train_epochs = max_steps, num_epochs
+        self.report_to = list(config.logging.report_to)
+        self.save_strategy = steps if config.checkpoint.every_steps else never
+        self.use_cpu = config.run.device == "cpu"
+
+    def __getattr__(self, name: str) -> Any:
+        """Called for what is not there.
+
+        Raises:
+            NoSuchArgument: Always; `hasattr` and `getattr` with a default take it for the AttributeError that it is.
+        """
+        raise NoSuchArgument(
+            f"a callback reads args.{name}",
+            f"args holds those of TrainingArguments that have an equal in the config: {', '.join(sorted(vars(self)))}",
+            "read the run's own config: make the callback a ds_trainer.Callback and use trainer.config",
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every attribute by name."""
+        return dict(vars(self))
+
+    def to_sanitized_dict(self) -> dict[str, Any]:
+        """Every attribute by name, as a number or text."""
+        return {k: v if isinstance(v, bool | int | float | str) else str(v) for k, v in self.to_dict().items()}
+
+    def to_json_string(self) -> str:
+        """Every attribute as a JSON object."""
+        return json.dumps(self.to_dict(), indent=2)

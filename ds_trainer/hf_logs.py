@@ -1,0 +1,22 @@
+"""A line of metrics under the names that transformers logs, which trackers and its callbacks go by. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+from ds_trainer.metrics import EvalMetrics, StepMetrics
+
+_RENAMED = {"lr": "learning_rate", "eval_s": "eval_runtime"}
+
+
+def hf_logs(metrics: StepMetrics | EvalMetrics) -> dict[str, float]:
+    """`loss`, `learning_rate`, `grad_norm`, `epoch`, `eval_loss`, ..., and what else the line holds; no `step`."""
+    line = asdict(metrics)
+    line |= line.pop("extra", {})
+    return {_RENAMED.get(name, name): value for name, value in line.items() if name != "step" and value is not None}
+
+
+def by_phase(logs: dict[str, float]) -> dict[str, float]:
+    """`train/loss` for `loss` and `eval/loss` for `eval_loss`, as transformers' integrations call them."""
+    phase = "eval_"
+    return {f"eval/{n.removeprefix(phase)}" if n.startswith(phase) else f"train/{n}": v for n, v in logs.items()}

@@ -1,0 +1,105 @@
+"""When a run is saved, what a failed save leads to, and which checkpoints are kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from ds_trainer.best_metric import is_better, metric_value
+from ds_trainer.checkpoint.folder import folder_of, rotate
+from ds_trainer.config.schema import RunConfig
+from ds_trainer.errors import MachineError
+from ds_trainer.log import get_logger, rank
+from ds_trainer.metrics import EvalMetrics
+from ds_trainer.state import TrainerState
+
+
+class CheckpointKeeper:
+    """Saves by the config's rules. Every rank holds one, and calls its methods at the same moments.
+
+    Args:
+        config: The run's config.
+        state: Where the run is; best metric and best checkpoint are noted there.
+        save: Saves a checkpoint of this very step and returns its folder; a collective.
+
+    Attributes:
+        saved_step: Step of the last checkpoint, saved or resumed from.
+    """
+
+    def __init__(self, config: RunConfig, state: TrainerState, save: Callable[[], Path]) -> None:
+        self._config, self._state, self._save = config, state, save
+        self._output_dir = Path(config.run.output_dir)
+        self.saved_step: int | None = None
+
+    def after_step(self, wished: bool) -> None:
+        """Saves if the step is one of every `checkpoint.every_steps`, or a callback wishes it."""
+        every = self._config.checkpoint.every_steps
+        if wished or (every and self._state.global_step % every == 0):
+            self.save_once()
+
+    def at_end(self) -> None:
+        """Saves the last step of a run that is long enough to have been saved on its way."""
+        if 0 < self._config.checkpoint.every_steps <= self._state.global_step:
+            self.save_once()
+
+    def at_stop(self) -> None:
+        """Saves whatever the step.
+
+        Raises:
+            MachineError: It cannot be saved, whatever the policy is: the run is about to end.
+        """
+        if self._state.global_step not in (0, self.saved_step):
+            self.save()
+
+    def after_evaluation(self, metrics: EvalMetrics) -> None:
+        """Keeps the checkpoint of this step if its metric is the best so far; it may have been saved already."""
+        state, evaluation = self._state, self._config.evaluation
+        if evaluation.metric_for_best_model is None or state.global_step == 0:
+            return
+        value = metric_value(metrics, evaluation.metric_for_best_model)
+        if not is_better(value, state.best_metric, bool(evaluation.greater_is_better)):
+            return
+        before = (state.best_metric, state.best_global_step, state.best_model_checkpoint)
+        folder = folder_of(self._output_dir, state.global_step)
+        state.best_metric, state.best_global_step, state.best_model_checkpoint = value, state.global_step, str(folder)
+        if not self.save_once():
+            state.best_metric, state.best_global_step, state.best_model_checkpoint = before
+
+    def save(self) -> Path:
+        """Saves, and removes what is no longer to be kept.
+
+        Raises:
+            MachineError: On every rank, if one could not write.
+        """
+        folder = self._save()
+        self.saved_step = self._state.global_step
+        if rank() == 0:
+            self._rotate()
+        return folder
+
+    def save_once(self) -> bool:
+        """Saves this step unless it has been saved.
+
+        Returns:
+            Whether it is saved; where it is not, the policy is to go on.
+
+        Raises:
+            MachineError: It cannot be saved, and the policy is to stop.
+        """
+        if self.saved_step == self._state.global_step:
+            return True
+        try:
+            self.save()
+        except MachineError as error:
+            if self._config.checkpoint.on_save_error == "stop":
+                raise
+            get_logger().warning("warning: the run goes on without this checkpoint: %s", error)
+            return False
+        return True
+
+    def _rotate(self) -> None:
+        best = self._state.best_model_checkpoint
+        try:
+            rotate(self._output_dir, self._config.checkpoint.keep_last, keep=Path(best).name if best else None)
+        except OSError as error:
+            get_logger().warning("warning: an old checkpoint cannot be removed: %s", error)

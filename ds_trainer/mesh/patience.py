@@ -1,0 +1,24 @@
+"""Waits that are known to be right: on a download, another run's lock, a tracker's server. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_depth = 0
+
+
+@contextmanager
+def patience() -> Iterator[None]:
+    """Announces that this process may stand still inside the block: no monitor takes it for stuck meanwhile."""
+    global _depth
+    _depth += 1
+    try:
+        yield
+    finally:
+        _depth -= 1
+
+
+def patient() -> bool:
+    """Whether this process is inside such a block."""
+    return _depth > 0

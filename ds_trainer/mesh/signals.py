@@ -1,0 +1,120 @@
+"""Signals that ask a run to stop: noted at once, acted on by all ranks together at the next boundary.
+
+A signal may reach one rank only, at any moment, inside a collective too. So its handler does nothing but take a note;
+agreements between ranks carry the note, and every rank then saves one checkpoint and exits with `EXIT_CODE`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+import psutil
+
+from ds_trainer.log import get_logger
+
+EXIT_CODE = 75
+"""EX_TEMPFAIL of sysexits.h: try again later. A scheduler that restarts the run on it goes on from the checkpoint."""
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+_IMPATIENCE_S = 1.0
+"""Launchers send SIGTERM right after a terminal's SIGINT; a person's second Ctrl-C comes later."""
+
+
+class StopRequested(SystemExit):
+    """A signal ended the run in good order; a script that does not catch it exits with `EXIT_CODE`, without a trace."""
+
+    def __init__(self) -> None:
+        super().__init__(EXIT_CODE)
+
+
+class _Notes:
+    """What this process has been asked for since it began to listen."""
+
+    def __init__(self) -> None:
+        self.reason: str | None = None
+        self.interrupted_at: float | None = None
+        self.launchers: list[psutil.Process] = []
+        self.listening = False
+
+
+_notes = _Notes()
+
+
+def pending() -> bool:
+    """Whether this rank was asked to stop: by a signal, or by the end of the launcher that started it."""
+    if _notes.reason is None and not all(_is_alive(launcher) for launcher in _notes.launchers):
+        _note("its launcher has ended")
+    return _notes.reason is not None
+
+
+def reason() -> str | None:
+    """Why this rank was asked to stop, in words; None where it was not."""
+    return _notes.reason
+
+
+@contextmanager
+def listening() -> Iterator[None]:
+    """Takes notes of signals instead of dying of them; outside the main thread, where Python has none, does nothing."""
+    if _notes.listening or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, _handle) for number in SIGNALS}
+    _notes.listening = True
+    _notes.launchers = _launchers()
+    try:
+        yield
+    finally:
+        _notes.listening = False
+        _notes.launchers = []
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def forget() -> None:
+    """Forgets a request that has been acted on."""
+    _notes.reason = _notes.interrupted_at = None
+
+
+def _handle(number: int, frame: FrameType | None) -> None:
+    if number == signal.SIGINT:
+        now = time.monotonic()
+        if _notes.interrupted_at is not None and now - _notes.interrupted_at > _IMPATIENCE_S:
+            raise KeyboardInterrupt
+        _notes.interrupted_at = _notes.interrupted_at or now
+    if _notes.reason is None:
+        _note(signal.Signals(number).name)
+
+
+def _note(reason: str) -> None:
+    _notes.reason = reason
+    again = "; Ctrl-C again ends at once, without a checkpoint" if reason == "SIGINT" else ""
+    get_logger().warning("%s: the run stops at the next boundary%s", reason, again)
+
+
+def _launchers() -> list[psutil.Process]:
+    """Ancestors that are launchers, nearest first: a signal that kills one of them leaves its ranks behind."""
+    if "RANK" not in os.environ:
+        return []
+    found = []
+    for ancestor in psutil.Process().parents():
+        try:
+            command = " ".join(ancestor.cmdline())
+        except psutil.Error:
+            break
+        if not any(name in command for name in ("deepspeed", "torchrun", "torch.distributed.run", "accelerate")):
+            break
+        found.append(ancestor)
+    return found
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

@@ -1,0 +1,196 @@
+"""Whether a run may go on from a checkpoint: what must be the same, what may differ, and what is said about it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from ds_trainer.checkpoint.folder import checkpoints
+from ds_trainer.checkpoint.store import LAYOUT, RUN, Checkpoint, open_checkpoint, open_newest
+from ds_trainer.config.keys import flatten
+from ds_trainer.config.resolved import ResolvedConfig
+from ds_trainer.config.schema import RunConfig
+from ds_trainer.engines.state import MASTER
+from ds_trainer.errors import CheckpointError
+from ds_trainer.layout import ParameterSlice
+from ds_trainer.log import get_logger
+from ds_trainer.mesh.mesh import Mesh
+
+_ANY = ("$schema", "run.output_dir", "checkpoint", "logging", "data.cache_dir", "data.preview_samples", "run.device")
+"""Keys whose change is nobody's business."""
+_SAME = ("run.seed", "data.shuffle", "optimizer.name")
+"""Keys that decide the order of the samples or what a state means."""
+_WEIGHTS_ONLY = "set checkpoint.resume_weights_only to true to begin a new run from its weights"
+
+
+def find_checkpoint(resolved: ResolvedConfig, mesh: Mesh, trains: bool) -> Checkpoint | None:
+    """The checkpoint that this run goes on from; None where it starts anew. A collective.
+
+    Args:
+        resolved: The run's config.
+        mesh: Process groups.
+        trains: Whether the run has training data.
+
+    Raises:
+        CheckpointError: On every rank: it is damaged or missing, or the folder holds one and nothing says to go on.
+    """
+    config = resolved.config
+    output_dir, wanted = Path(config.run.output_dir), config.checkpoint.resume
+    if wanted is None:
+        found = mesh.gather_objects(checkpoints(output_dir))[0] if trains else []
+        if found:
+            raise _agreed(
+                f"{output_dir} holds {found[0].name} of an earlier run",
+                "a run that starts anew does not mix its checkpoints with another's",
+                "set checkpoint.resume to auto to go on from there, or run.output_dir to another folder",
+            )
+        return None
+    if wanted != "auto":
+        return open_checkpoint(Path(wanted), mesh)
+    checkpoint = open_newest(output_dir, mesh)
+    if checkpoint is None:
+        get_logger().info("checkpoint.resume is auto and %s holds no whole checkpoint: starting anew", output_dir)
+    return checkpoint
+
+
+def describe_layout(resolved: ResolvedConfig, everyones: list[list[ParameterSlice]]) -> dict[str, Any]:
+    """A layout as JSON: in words, and slice by slice for each rank."""
+    return {
+        "engine": resolved.config.parallel.engine,
+        "description": _in_words(resolved),
+        "world": len(everyones),
+        "ranks": [[asdict(piece) for piece in of_rank] for of_rank in everyones],
+    }
+
+
+def _in_words(resolved: ResolvedConfig) -> str:
+    config = resolved.config
+    words = [f"{resolved.data_ranks} data ranks", config.parallel.engine]
+    if config.parallel.engine == "deepspeed":
+        words.append(f"ZeRO stage {config.zero.stage}")
+        words += [
+            f"{what} on {section.device}"
+            for what, section in (
+                ("optimizer", config.zero.offload_optimizer),
+                ("parameters", config.zero.offload_param),
+            )
+            if section.device != "none"
+        ]
+    return ", ".join([*words, str(config.precision.dtype)])
+
+
+def check_world(checkpoint: Checkpoint, resolved: ResolvedConfig, world: int) -> None:
+    """Checks the number of ranks, which shows before anything is loaded.
+
+    Raises:
+        CheckpointError: Another number of ranks saved it.
+    """
+    saved = checkpoint.json(LAYOUT)
+    if saved["world"] != world:
+        raise _other_layout(checkpoint, saved["description"], _in_words(resolved))
+
+
+def check_layout(checkpoint: Checkpoint, resolved: ResolvedConfig, layout: list[ParameterSlice], rank: int) -> None:
+    """Checks that this rank owns what the same rank owned when the checkpoint was saved.
+
+    Raises:
+        CheckpointError: It owns other slices.
+    """
+    saved, now = checkpoint.json(LAYOUT), _in_words(resolved)
+    # Through JSON's lists.
+    mine = [[piece.name, list(piece.shape), [list(b) for b in piece.block], list(piece.flat)] for piece in layout]
+    theirs = [[piece["name"], piece["shape"], piece["block"], piece["flat"]] for piece in saved["ranks"][rank]]
+    if mine != theirs or saved["engine"] != resolved.config.parallel.engine:
+        raise _other_layout(checkpoint, saved["description"], now)
+    if saved["description"] != now:
+        get_logger().warning(
+            "warning: %s was saved by %s and goes on with %s: the last bits of sums may differ",
+            checkpoint.folder,
+            saved["description"],
+            now,
+        )
+
+
+def check_model(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Checks that the checkpoint holds masters of this model.
+
+    Args:
+        checkpoint: The checkpoint.
+        shapes: Full shapes of the trained parameters by name.
+
+    Raises:
+        CheckpointError: It holds those of another model, or trained another part of it.
+    """
+    held = {
+        fqn.partition("/")[2]: tuple(t.size)
+        for fqn, t in checkpoint.stored().tensors.items()
+        if fqn.startswith(f"{MASTER}/")
+    }
+    wrong = sorted(name for name in held.keys() | shapes.keys() if held.get(name) != shapes.get(name))
+    if wrong:
+        name = wrong[0]
+        raise CheckpointError(
+            f"{checkpoint.folder} holds {name} as {held.get(name, 'nothing')}, the model trains it as "
+            f"{shapes.get(name, 'nothing')}, and so for {len(wrong)} parameters",
+            "a run goes on with the model that it began with, and trains the same parameters",
+            "set model.path as it was, or checkpoint.resume to a checkpoint of this model",
+        )
+
+
+def check_run(checkpoint: Checkpoint, resolved: ResolvedConfig, state: Mapping[str, Any], num_samples: int) -> None:
+    """Checks that the run is the one that was saved, and names what has changed in its config.
+
+    Raises:
+        CheckpointError: The data would come in another order, or a state would mean something else.
+    """
+    config = resolved.config
+    before, after = (_told(tree) for tree in (checkpoint.json(RUN), _dumped(config)))
+    changed = {key for key in before.keys() | after.keys() if before.get(key) != after.get(key)}
+    for key in _SAME:
+        if key in changed:
+            raise _agreed(
+                f"{key} is {after[key]!r}, and {before[key]!r} in {checkpoint.folder}",
+                "it decides the order of the samples or what the optimizer's state means",
+                f"set {key} to {before[key]!r}, or {_WEIGHTS_ONLY}",
+            )
+    if num_samples != state["data"]["num_samples"]:
+        raise _agreed(
+            f"the training data has {num_samples} samples, and had {state['data']['num_samples']} in "
+            f"{checkpoint.folder}",
+            "a run goes on at the sample after the last one that it has seen",
+            f"give it the data that it began with, or {_WEIGHTS_ONLY}",
+        )
+    size, saved_size = config.batch.global_size, state["data"]["global_size"]
+    if size != saved_size and not config.checkpoint.allow_global_size_change:
+        raise _agreed(
+            f"batch.global_size is {size}, and {saved_size} in {checkpoint.folder}",
+            "another global batch is another optimization: learning rate and schedule were chosen for the first",
+            f"set batch.global_size to {saved_size}, or checkpoint.allow_global_size_change to true",
+        )
+    for key in sorted(changed):
+        get_logger().info("since %s: %s %r -> %r", checkpoint.folder.name, key, before.get(key), after.get(key))
+
+
+def _dumped(config: RunConfig) -> dict[str, Any]:
+    return config.model_dump(mode="json", by_alias=True)
+
+
+def _told(tree: dict[str, Any]) -> dict[str, Any]:
+    return {key: item for key, item in flatten(tree).items() if not key.startswith(_ANY)}
+
+
+def _other_layout(checkpoint: Checkpoint, saved: str, now: str) -> CheckpointError:
+    return _agreed(
+        f"{checkpoint.folder} was saved by {saved}; this run is {now}",
+        "optimizer states are cut by the layout, and a run goes on in the one that it was saved in",
+        f"start it in that layout, or {_WEIGHTS_ONLY} in this one",
+    )
+
+
+def _agreed(found: str, rule: str, change: str) -> CheckpointError:
+    """An error that every rank raises by itself."""
+    error = CheckpointError(found, rule, change)
+    error.agreed = True
+    return error

@@ -1,0 +1,69 @@
+"""What the built-in callbacks leave behind, however a run ends."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ds_trainer.callbacks import Callback
+from ds_trainer.metrics import read_metrics
+from tests.helpers.runs import make_trainer
+
+PLOTTING = {"plots": True, "progress_bar": True}
+
+
+class Breaks(Callback):
+    def __init__(self, event: str, step: int) -> None:
+        self._step = step
+        setattr(self, event, self._break)
+
+    def _break(self, trainer, *args):
+        if trainer.state.global_step == self._step:
+            raise ZeroDivisionError("planted")
+
+
+def break_at(event, step, out):
+    trainer = make_trainer(
+        "ddp", out, given={"callbacks": [Breaks(event, step)]}, run={"max_steps": 3}, logging=PLOTTING
+    )
+    with pytest.raises(ZeroDivisionError):
+        trainer.train()
+
+
+def test_a_run_that_breaks_has_pictures_of_its_steps(world, tmp_path):
+    world(break_at, 1, "on_step_begin", 2, tmp_path)
+    assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2]
+    assert (tmp_path / "loss.png").stat().st_size > 0
+
+
+def test_a_run_that_breaks_before_its_first_step_has_none(world, tmp_path):
+    world(break_at, 1, "on_step_begin", 0, tmp_path)
+    assert not list(tmp_path.glob("*.png"))
+
+
+def go_on(out):
+    """Trains three steps and then, as after a resume of a checkpoint of the second one, the third."""
+    trainer = make_trainer("ddp", out, run={"max_steps": 3}, logging=PLOTTING)
+    history = list(trainer.train().log_history)
+    trainer = make_trainer("ddp", out, run={"max_steps": 3}, logging=PLOTTING)
+    trainer.state.global_step = 2
+    trainer.state.log_history = [replace(line, lr=0.25) for line in history[:2]]
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        trainer.train()
+        trainer._call("on_save", Path("there/checkpoint-3"))
+    return said.getvalue()
+
+
+def test_a_resumed_run_has_the_lines_before_it_once_and_shows_its_own_step(world, tmp_path):
+    (said,) = world(go_on, 1, tmp_path)
+    assert [(line["step"], line["lr"]) for line in read_metrics(tmp_path / "metrics.jsonl")] == [
+        (1, 0.25),
+        (2, 0.25),
+        (3, 1.0),
+    ]
+    assert "step 3/3" in said
+    assert "step 3: checkpoint there/checkpoint-3" in said
