@@ -8,6 +8,7 @@ The process group comes first, so that whatever a rank finds wrong after it is e
 
 from __future__ import annotations
 
+import os
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -23,15 +24,17 @@ from transformers import PreTrainedModel
 from ds_trainer.asked_got import check_asked_is_got
 from ds_trainer.checkpoint.store import STATE, Checkpoint
 from ds_trainer.checkpoint.stored import StoredWeights
+from ds_trainer.config.launched import check_launched
 from ds_trainer.config.resolve import resolve
 from ds_trainer.config.resolved import Machine, ResolvedConfig
 from ds_trainer.config.schema import RunConfig
 from ds_trainer.data.loader import BatchLoader
 from ds_trainer.data.prepare import read_chat_template
+from ds_trainer.data.same import same_everywhere
 from ds_trainer.data.splits import Splits
 from ds_trainer.engines.base import Engine, EngineFacts, make_engine
 from ds_trainer.engines.dtypes import TORCH_DTYPES
-from ds_trainer.errors import ConfigError, ModelError
+from ds_trainer.errors import ConfigError, ConfigErrors, ModelError
 from ds_trainer.log import warn_once
 from ds_trainer.loss import LossFunction, make_loss
 from ds_trainer.mesh.agree import agree, agreed
@@ -141,6 +144,8 @@ def _assemble_on(mesh: Mesh, machine: Machine, config: RunConfig, origins: dict[
         spec = None if given.model is not None else _read_spec(config)
         sizes = _sizes(spec, given.model)
         resolved = resolve(config, origins, machine, spec, *sizes)
+        if contradictions := check_launched(os.environ, resolved):
+            raise ConfigErrors(contradictions)
     trains = given.train_dataset is not None or config.data.train is not None
     checkpoint = find_checkpoint(resolved, mesh, trains)
     whole = checkpoint is not None and not config.checkpoint.resume_weights_only
@@ -158,6 +163,8 @@ def _assemble_on(mesh: Mesh, machine: Machine, config: RunConfig, origins: dict[
         splits = _splits(resolved, given, tokenizer, spec, grid)
         train_loader, eval_loader = splits.train(given.train_dataset), splits.eval(given.eval_dataset)
     _stop_if_asked(mesh)
+    same_everywhere(train_loader, mesh, "train")
+    same_everywhere(eval_loader, mesh, "eval")
     with agreed(mesh, "the model"):
         if checkpoint is not None and whole and train_loader is not None:
             check_run(checkpoint, resolved, checkpoint.json(STATE), train_loader.sampler.num_samples)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+from ds_trainer.log import local_rank
 
 
 class DsTrainerError(Exception):
@@ -24,7 +25,7 @@ class DsTrainerError(Exception):
         super().__init__(f"{found}\n  rule:   {rule}\n  change: {change}")
 
     def __reduce__(self) -> tuple:
-        return type(self), (self.found, self.rule, self.change)
+        return type(self), (self.found, self.rule, self.change), self.__dict__  # notes too
 
 
 class RankFailedError(DsTrainerError):
@@ -59,7 +60,7 @@ class ConfigErrors(ConfigError):
         Exception.__init__(self, "\n\n".join(str(e) for e in errors))
 
     def __reduce__(self) -> tuple:
-        return type(self), (self.errors,)
+        return type(self), (self.errors,), self.__dict__
 
 
 class DataError(UserError):
@@ -101,7 +102,7 @@ def exit_on_user_error(debug: bool = False) -> Iterator[None]:
         if debug:
             raise
         same_everywhere = isinstance(error, ConfigError) or (isinstance(error, UserError) and error.agreed)
-        if not same_everywhere or os.environ.get("LOCAL_RANK", "0") == "0":
+        if not same_everywhere or local_rank() == 0:
             notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", []))
             print(f"\nerror: {error}{notes}", file=sys.stderr, flush=True)
         _leave_process_group()

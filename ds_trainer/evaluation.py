@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,7 +69,7 @@ def run_evaluation(
     began = time.monotonic()
     local_sum, local_tokens = 0.0, 0
     rows: list[tuple[int, np.ndarray, np.ndarray]] = []
-    with _eval_mode(engine), torch.no_grad():
+    with closing(loader), _eval_mode(engine), torch.no_grad():
         for step in range(loader.sampler.steps_per_epoch):
             place = f"batch {step + 1} of the evaluation"
             mesh.monitor.at(place)

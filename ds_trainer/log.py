@@ -12,7 +12,16 @@ _seen: set[str] = set()
 
 def rank() -> int:
     """Global rank of this process as the launcher states it; 0 for a plain process."""
-    return int(os.environ.get("RANK", "0"))
+    return _first_of("RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
+
+
+def local_rank() -> int:
+    """This process's number on its node as the launcher states it; 0 for a plain process."""
+    return _first_of("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
+
+
+def _first_of(*names: str) -> int:
+    return int(next((os.environ[name] for name in names if os.environ.get(name)), "0"))
 
 
 class _RankFilter(logging.Filter):

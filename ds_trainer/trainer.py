@@ -23,6 +23,7 @@ from ds_trainer.checkpointing import best_parameters, load_checkpoint, save_chec
 from ds_trainer.config.io import load_config
 from ds_trainer.config.schema import RunConfig
 from ds_trainer.data.loader import BatchLoader
+from ds_trainer.data.same import same_everywhere
 from ds_trainer.errors import ConfigError
 from ds_trainer.evaluation import EvaluationResult, prediction_metrics, run_evaluation
 from ds_trainer.executors.accumulate import StepLoss, run_accumulate
@@ -120,7 +121,8 @@ class Trainer:
             self._non_finite = NonFinitePolicy(self.config, self.run.train_loader.sampler, self.run.mesh)
             if self.run.checkpoint is not None:
                 self._resume(self.run.checkpoint)
-        self._set_lr()
+        if self.lr_scheduler is None:
+            self._set_lr()
         self._call("on_init_end")
 
     def _total_steps(self) -> int:
@@ -446,6 +448,7 @@ class Trainer:
 
         agree(self.run.mesh, "predict()")
         loader = self.run.splits.test(test_dataset)
+        same_everywhere(loader, self.run.mesh, "test")
         result = self._evaluate_on(loader, collect=True)
         assert result.predictions is not None
         metrics = {f"test_{k}": float(v) for k, v in prediction_metrics(result, self._compute_metrics).items()}

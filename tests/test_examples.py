@@ -2,6 +2,7 @@
 
 import importlib.util
 import re
+import os
 import runpy
 import sys
 from contextlib import redirect_stderr
@@ -34,7 +35,7 @@ def config(tmp_path):
 
 def run_script(name, arguments):
     """Runs an example as a launcher does, which adds the local rank, and returns what it says on stderr."""
-    sys.argv = [name, "--local_rank=0", *map(str, arguments)]
+    sys.argv = [name, f"--local_rank={os.environ.get('LOCAL_RANK', 0)}", *map(str, arguments)]
     with TemporaryFile("w+") as said, redirect_stderr(said):
         runpy.run_path(str(EXAMPLES / name), run_name="__main__")
         said.seek(0)

@@ -14,11 +14,10 @@ import torch.distributed as dist
 
 from ds_trainer.errors import MachineError
 from ds_trainer.mesh.grid import Grid
+from ds_trainer.mesh.join import join_store
 from ds_trainer.mesh.monitor import Monitor, start_monitor
 from ds_trainer.mesh.status import DEFAULTS, Timeouts
 
-JOIN_TIMEOUT = timedelta(minutes=5)
-"""Ranks that start together load torch within minutes of one another, even from a cold network drive."""
 _MARGIN_S = 60.0
 """The group's own timeout comes later than the monitor's, whose text names who did not come."""
 
@@ -92,9 +91,6 @@ def init_mesh(grid: Grid, device_kind: Literal["cpu", "cuda"], timeouts: Timeout
             "every process that was launched must train in one group",
             "start with one launcher only, and let ds_trainer form the process group",
         )
-    # DeepSpeed reads these even in a plain process.
-    for name, value in (("RANK", grid.rank), ("WORLD_SIZE", grid.world), ("LOCAL_RANK", grid.local_rank)):
-        os.environ.setdefault(name, str(value))
     group = dist.group.WORLD
     assert group is not None
     host_group, monitor = _host(group, timeouts)
@@ -121,7 +117,8 @@ def _pick_device(grid: Grid, kind: str) -> torch.device:
         raise MachineError(
             f"local rank {grid.local_rank} has no GPU: this node shows {torch.cuda.device_count()}",
             "every rank needs a GPU of its own",
-            "launch no more processes per node than it has GPUs, or set run.device to cpu",
+            "launch no more processes per node than it has GPUs, or set run.device to cpu; under SLURM ask for "
+            "--gpus-per-node, not --gpus-per-task",
         )
     device = torch.device("cuda", grid.local_rank)
     torch.cuda.set_device(device)
@@ -134,15 +131,6 @@ def _join(grid: Grid, device: torch.device, timeout: timedelta) -> None:
         # No port: two plain runs on one machine cannot collide.
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         return
-    try:
-        store, _, _ = next(dist.rendezvous("env://", grid.rank, grid.world, timeout=JOIN_TIMEOUT))
-        store.set_timeout(timeout)
-        dist.init_process_group(backend, store=store, rank=grid.rank, world_size=grid.world, timeout=timeout)
-    except (dist.DistNetworkError, dist.DistStoreError) as error:
-        port = os.environ.get("MASTER_PORT")
-        raise MachineError(
-            f"rank {grid.rank} cannot join the process group at {os.environ.get('MASTER_ADDR')}:{port} ({error})",
-            f"rank 0 listens at MASTER_ADDR:MASTER_PORT, and all {grid.world} ranks must reach it",
-            f"if port {port} is busy choose another (deepspeed --master_port N, torchrun --master_port N); "
-            "if ranks are missing start all of them with one launcher",
-        ) from error
+    store = join_store(grid)
+    store.set_timeout(timeout)
+    dist.init_process_group(backend, store=store, rank=grid.rank, world_size=grid.world, timeout=timeout)

@@ -22,6 +22,7 @@ EXIT_CODE = 75
 """EX_TEMPFAIL of sysexits.h: try again later. A scheduler that restarts the run on it goes on from the checkpoint."""
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+_LAUNCHERS = ("deepspeed", "torchrun", "torch.distributed.run", "accelerate", "--nproc")
 _IMPATIENCE_S = 1.0
 """Launchers send SIGTERM right after a terminal's SIGINT; a person's second Ctrl-C comes later."""
 
@@ -107,7 +108,7 @@ def _launchers() -> list[psutil.Process]:
             command = " ".join(ancestor.cmdline())
         except psutil.Error:
             break
-        if not any(name in command for name in ("deepspeed", "torchrun", "torch.distributed.run", "accelerate")):
+        if not any(name in command for name in _LAUNCHERS):
             break
         found.append(ancestor)
     return found

@@ -9,7 +9,6 @@ from collections import namedtuple
 from collections.abc import Callable
 from contextlib import redirect_stderr
 from dataclasses import dataclass, field
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -17,11 +16,10 @@ import torch
 
 import ds_trainer.assembly as assembly
 from ds_trainer.errors import MachineError, ModelError, exit_on_user_error
-from ds_trainer.mesh import mesh, preflight, toolchain
-from ds_trainer.mesh.grid import Grid
+from ds_trainer.mesh import preflight, toolchain
 from ds_trainer.trainer import Trainer
 from tests.helpers.checkpoints import make_checkpoint
-from tests.helpers.launch import chats, free_port, run_folder, write_jsonl
+from tests.helpers.launch import chats, run_folder, write_jsonl
 from tests.helpers.tokenizers import make_tokenizer
 
 LIMIT_S = 20
@@ -295,16 +293,6 @@ def test_the_run_that_the_faults_are_laid_over_trains(world, good):
     assert world(accept, 2, good) == [1, 1]
 
 
-@pytest.mark.case("F11")
-def test_a_rank_that_waits_for_others_in_vain_says_so(monkeypatch):
-    monkeypatch.setattr(mesh, "JOIN_TIMEOUT", timedelta(seconds=1))
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", str(free_port()))
-    with pytest.raises(MachineError, match="1/2 clients joined") as error:
-        mesh.init_mesh(Grid(world=2, rank=0, local_rank=0, local_world=2), "cpu")
-    assert "if ranks are missing start all of them" in error.value.change
-
-
 def join_another_world(config):
     os.environ["WORLD_SIZE"] = "4"
     with pytest.raises(MachineError) as error:
@@ -316,9 +304,3 @@ def test_a_process_group_of_another_size_than_the_launcher_says_is_refused(world
     assert world(join_another_world, 2, good) == [
         f"the process group has rank {rank} of 2, the launcher says rank {rank} of 4" for rank in (0, 1)
     ]
-
-
-@pytest.mark.case("F11")
-def test_a_world_without_the_variables_that_form_its_group_is_refused():
-    with pytest.raises(MachineError, match="sets WORLD_SIZE=2 but not RANK, LOCAL_RANK, MASTER_ADDR, MASTER_PORT"):
-        mesh.grid_from_environment({"WORLD_SIZE": "2"})

@@ -60,7 +60,7 @@ class World:
             for rank in range(ranks):
                 receiver, sender = self._context.Pipe(duplex=False)
                 process = self._context.Process(
-                    target=_rank, args=(function, args, rank, ranks, folder, sender, timeout_s), daemon=True
+                    target=_rank, args=(function, args, rank, ranks, folder, sender, timeout_s), daemon=False
                 )
                 process.start()
                 sender.close()
