@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from ds_trainer.asked_got import check_asked_is_got
 from ds_trainer.checkpoint.store import STATE, Checkpoint
@@ -34,7 +33,7 @@ from ds_trainer.data.same import same_everywhere
 from ds_trainer.data.splits import Splits
 from ds_trainer.engines.base import Engine, EngineFacts, make_engine
 from ds_trainer.engines.dtypes import TORCH_DTYPES
-from ds_trainer.errors import ConfigError, ConfigErrors, ModelError
+from ds_trainer.errors import ConfigError, ConfigErrors
 from ds_trainer.log import warn_once
 from ds_trainer.loss import LossFunction, make_loss
 from ds_trainer.mesh.agree import agree, agreed
@@ -46,12 +45,11 @@ from ds_trainer.mesh.ops import ensure_ops, required_ops
 from ds_trainer.mesh.preflight import check_machine
 from ds_trainer.mesh.signals import StopRequested
 from ds_trainer.mesh.status import Timeouts
-from ds_trainer.models.hf import build_skeleton, is_causal_lm, load_tokenizer, prepare_for_training
+from ds_trainer.models.build import build_model
+from ds_trainer.models.hf import is_causal_lm, load_tokenizer
 from ds_trainer.models.hub import resolve_folder
-from ds_trainer.models.resize import fit_embeddings
-from ds_trainer.models.source import ModuleWeights, WeightSource
+from ds_trainer.models.source import ModuleWeights
 from ds_trainer.models.spec import ModelSpec, read_spec
-from ds_trainer.models.weights import CheckpointWeights
 from ds_trainer.optim import LOOK_AT_WHOLE_TENSORS, make_optimizer
 from ds_trainer.output import claimed
 from ds_trainer.resume import check_layout, check_model, check_run, check_world, find_checkpoint
@@ -168,7 +166,7 @@ def _assemble_on(mesh: Mesh, machine: Machine, config: RunConfig, origins: dict[
     with agreed(mesh, "the model"):
         if checkpoint is not None and whole and train_loader is not None:
             check_run(checkpoint, resolved, checkpoint.json(STATE), train_loader.sampler.num_samples)
-        model, weights = _skeleton(resolved, given.model, spec, tokenizer)
+        model, weights = build_model(resolved.config, given.model, spec, tokenizer)
         smoothing = resolved.config.loss.label_smoothing
         loss = make_loss(type(model).__name__, is_causal_lm(model), smoothing, given.compute_loss_func)
         shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
@@ -283,34 +281,3 @@ def _splits(resolved: ResolvedConfig, given: Ingredients, tokenizer: Any, spec: 
     if resolved.config.model.resize_embeddings:
         rows = None
     return Splits(resolved.config, grid, tokenizer, given.data_collator, rows, positions)
-
-
-def _skeleton(
-    resolved: ResolvedConfig, instance: nn.Module | None, spec: ModelSpec | None, tokenizer: Any
-) -> tuple[nn.Module, WeightSource]:
-    """The model to train, and where its values come from."""
-    config = resolved.config.model
-    weights: WeightSource | None
-    if instance is None:
-        assert spec is not None
-        model: Any = build_skeleton(spec.folder, config, torch.float32)
-        weights = CheckpointWeights(spec.folder, model, config.allow_pickle)
-    else:
-        model, weights = instance, None
-        if isinstance(model, PreTrainedModel):
-            prepare_for_training(model, config)
-        elif resolved.config.checkpoint.export:
-            raise ConfigError(
-                f"checkpoint.export is true and {type(model).__name__} is no model of transformers",
-                "the export is a Hugging Face folder, which only its own models have",
-                "set checkpoint.export to false and save the model yourself",
-            )
-    if tokenizer is not None and isinstance(model, PreTrainedModel):
-        weights = fit_embeddings(model, tokenizer, weights, config)
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ModelError(
-            f"no parameter of {type(model).__name__} requires a gradient",
-            "a run trains at least one parameter",
-            "set requires_grad on the parameters to train before Trainer(model=...)",
-        )
-    return model, weights or ModuleWeights(model)

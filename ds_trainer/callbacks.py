@@ -39,7 +39,7 @@ class Callback:
         """After each forward pass of an evaluation or a prediction."""
 
     def on_evaluate(self, trainer: Trainer, metrics: EvalMetrics) -> None:
-        """After an evaluation; `trainer.state` holds the best metric up to and with it."""
+        """After an evaluation; `trainer.state` still holds the best metric of the evaluations before."""
 
     def on_predict(self, trainer: Trainer, metrics: dict[str, float]) -> None:
         """After a prediction."""

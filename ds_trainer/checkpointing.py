@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from tqdm import tqdm
+from transformers import PreTrainedModel
 
 from ds_trainer.assembly import Run
 from ds_trainer.checkpoint.export import write_model_files
@@ -49,9 +50,14 @@ def save_checkpoint(run: Run, output_dir: Path, step: int, state: Mapping[str, A
         state={**state, "counters": engine.counters()},
         run=run.resolved.config.model_dump(mode="json", by_alias=True),
         layout=describe_layout(run.resolved, everyones),
-        write_model_files=lambda folder: write_model_files(run.model, run.tokenizer, folder, run.export_dtype),
+        write_model_files=lambda folder: _write_model_files(run, folder),
     )
     return save(output_dir, step, shards(engine.state(), layout), mine, shared, run.mesh)
+
+
+def _write_model_files(run: Run, folder: Path) -> None:
+    if isinstance(run.model, PreTrainedModel):
+        write_model_files(run.model, run.tokenizer, folder, run.export_dtype)
 
 
 def load_checkpoint(run: Run, checkpoint: Checkpoint, state: Mapping[str, Any]) -> RankState:

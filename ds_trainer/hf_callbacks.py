@@ -7,6 +7,7 @@ equal in the config. What differs:
 - `optimizer` has `param_groups` only; states are cut differently on every engine.
 - `train_dataloader` and `eval_dataloader` are a `BatchLoader`, which is no torch `DataLoader`.
 - At `on_pre_optimizer_step` gradients are not clipped yet; on DeepSpeed they are not in `.grad`.
+- `control` shows what callbacks ask for, not what is due by the config, which cannot be called off.
 - There is no last `on_log` with the run's totals, and `num_input_tokens_seen` and `total_flos` stay 0.
 """
 
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from ds_trainer.trainer import Trainer
 
 _FLAGS = ("should_training_stop", "should_save", "should_evaluate", "should_log")
-_BEST = ("best_metric", "best_global_step", "best_model_checkpoint")
+_SAME = ("global_step", "epoch", "best_metric", "best_global_step", "best_model_checkpoint")
 
 
 def adapted(callbacks: Sequence[Any]) -> list[Callback]:
@@ -128,10 +129,10 @@ class HFCallbacks(Callback):
         self._call(trainer, "on_prediction_step")
 
     def on_evaluate(self, trainer: Trainer, metrics: EvalMetrics) -> None:
-        """Calls their `on_log` and then `on_evaluate`; both still see the best metric of the evaluations before."""
+        """Calls their `on_log` and then `on_evaluate`."""
         logs = hf_logs(metrics) | {"epoch": trainer.state.epoch}
-        self._call(trainer, "on_log", until_now=False, logs=logs)
-        self._call(trainer, "on_evaluate", until_now=False, metrics=logs)
+        self._call(trainer, "on_log", logs=logs)
+        self._call(trainer, "on_evaluate", metrics=logs)
 
     def on_predict(self, trainer: Trainer, metrics: dict[str, float]) -> None:
         """Calls their `on_predict`."""
@@ -149,19 +150,18 @@ class HFCallbacks(Callback):
         """Calls their `on_train_end`."""
         self._call(trainer, "on_train_end")
 
-    def _call(self, trainer: Trainer, event: str, until_now: bool = True, **given: Any) -> None:
+    def _call(self, trainer: Trainer, event: str, **given: Any) -> None:
         """Calls one method of every callback.
 
         Args:
             trainer: The trainer.
             event: The method.
-            until_now: Whether the best metric is that of all evaluations up to now.
             given: What this event gives besides.
 
         Raises:
             ConfigError: A callback asks for the end of the epoch.
         """
-        self._update_state(trainer, until_now)
+        self._update_state(trainer)
         for flag in _FLAGS:
             setattr(self._control, flag, getattr(trainer.control, flag))
         run = trainer.run
@@ -184,15 +184,13 @@ class HFCallbacks(Callback):
         for flag in _FLAGS:
             setattr(trainer.control, flag, getattr(self._control, flag))
 
-    def _update_state(self, trainer: Trainer, until_now: bool) -> None:
+    def _update_state(self, trainer: Trainer) -> None:
         ours, theirs = trainer.state, self._state
-        theirs.global_step, theirs.epoch = ours.global_step, ours.epoch
+        for name in _SAME:
+            setattr(theirs, name, getattr(ours, name))
         for metrics in ours.log_history[len(theirs.log_history) :]:
             epoch = {"epoch": ours.epoch} if metrics.step == ours.global_step else {}
             theirs.log_history.append(epoch | hf_logs(metrics) | {"step": metrics.step})
-        if until_now:
-            for name in _BEST:
-                setattr(theirs, name, getattr(ours, name))
 
     def state_dict(self) -> dict[str, Any]:
         """Class name -> states of those callbacks that can say theirs."""

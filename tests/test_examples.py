@@ -1,8 +1,8 @@
 """Every example runs on two ranks, by the command line that a user types, and does what it says."""
 
 import importlib.util
-import re
 import os
+import re
 import runpy
 import sys
 from contextlib import redirect_stderr

@@ -224,8 +224,12 @@ def open_newest(output_dir: Path, mesh: Mesh) -> Checkpoint | None:
     return None
 
 
-def open_checkpoint(folder: Path, mesh: Mesh) -> Checkpoint:
+def open_checkpoint(folder: Path, mesh: Mesh | None) -> Checkpoint:
     """One checkpoint. A collective.
+
+    Args:
+        folder: The checkpoint.
+        mesh: Process groups; None: this process is alone.
 
     Raises:
         CheckpointError: On every rank: it is not whole.
@@ -242,12 +246,14 @@ def open_checkpoint(folder: Path, mesh: Mesh) -> Checkpoint:
     return Checkpoint(folder)
 
 
-def _faults(folder: Path, mesh: Mesh) -> list[str]:
+def _faults(folder: Path, mesh: Mesh | None) -> list[str]:
     """What is wrong with a checkpoint, the same list on every rank; each of them reads a share of the files."""
     files, faults = manifest_faults(folder)
     size = sum(entry.get("bytes", 0) for entry in files.values() if isinstance(entry, dict))
     if size > 1e9:
         get_logger().info("verifying %s (%.1f GB)", folder, size / 1e9)
+    if mesh is None:
+        return faults + file_faults(folder, files, files)
     share = list(files)[mesh.grid.rank :: mesh.grid.world]
     everyone = mesh.gather_objects(faults + file_faults(folder, files, share))
     return list(dict.fromkeys(fault for of_rank in everyone for fault in of_rank))

@@ -33,6 +33,7 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--nproc", type=_number_of_ranks, metavar="N", help="start N ranks on this machine")
     add_train_arguments(train)
     train.set_defaults(handler="ds_trainer.cli.train")
+    _add_export(commands.add_parser("export", help="write a checkpoint's weights as a Hugging Face folder"))
     _add_config(commands.add_parser("config", help="show, check and translate a run's JSON"))
     _add_doctor(commands.add_parser("doctor", help="say what this machine can run", allow_abbrev=False))
     return parser
@@ -42,6 +43,14 @@ def _number_of_ranks(text: str) -> int:
     if not text.isdecimal() or not 1 <= len(text) <= 6 or int(text) == 0:
         raise argparse.ArgumentTypeError(f"{text} is no number of ranks: give 1 or more")
     return int(text)
+
+
+def _add_export(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(handler="ds_trainer.cli.export")
+    parser.add_argument("checkpoint", help="folder of a checkpoint, such as outputs/checkpoint-500")
+    parser.add_argument("--out", required=True, metavar="FOLDER", help="where the Hugging Face folder goes")
+    parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="format of the weights (default: the run's)")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
 
 
 def _add_config(parser: argparse.ArgumentParser) -> None:

@@ -5,6 +5,7 @@ import os
 import sys
 import tempfile
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,10 +28,12 @@ class Ended:
     seconds: float
 
 
-def run_ranks(function, ranks, *args, store="file", timeout_s=60.0):
-    """Runs `function(*args)` on ranks and waits for all to end, whatever their end is.
+@contextmanager
+def started(function, ranks, *args, store="file"):
+    """Starts `function(*args)` on ranks, and yields their processes and the folder of their `stderr<rank>`.
 
     With `store="file"` the group exists already; with "tcp" the ranks have to form it, and rank 0 holds the store.
+    Whoever still lives at the end of the block is killed.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
@@ -39,10 +42,27 @@ def run_ranks(function, ranks, *args, store="file", timeout_s=60.0):
         processes = [context.Process(target=_rank, args=(function, args, r, ranks, folder, port)) for r in range(ranks)]
         for process in processes:
             process.start()
-        deadline, ends = time.time() + timeout_s, {}
-        while len(ends) < ranks and time.time() < deadline:
-            ends |= {r: time.time() for r, p in enumerate(processes) if r not in ends and not p.is_alive()}
-            time.sleep(0.02)
+        try:
+            yield processes, folder
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+
+
+def wait_for_ends(processes, timeout_s):
+    """When each process ended, by its place in the list; those that did not end in time are missing."""
+    deadline, ends = time.time() + timeout_s, {}
+    while len(ends) < len(processes) and time.time() < deadline:
+        ends |= {r: time.time() for r, p in enumerate(processes) if r not in ends and not p.is_alive()}
+        time.sleep(0.02)
+    return ends
+
+
+def run_ranks(function, ranks, *args, store="file", timeout_s=60.0):
+    """Runs `function(*args)` on ranks, as `started` does, and waits for all to end, whatever their end is."""
+    with started(function, ranks, *args, store=store) as (processes, folder):
+        ends = wait_for_ends(processes, timeout_s)
         for process in processes:
             process.kill()
             process.join()

@@ -1,0 +1,61 @@
+"""The model of a run: built from a checkpoint's config, or an instance of the user's, with room for every token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from ds_trainer.config.schema import RunConfig
+from ds_trainer.errors import ConfigError, ModelError
+from ds_trainer.models.hf import build_skeleton, prepare_for_training
+from ds_trainer.models.resize import fit_embeddings
+from ds_trainer.models.source import ModuleWeights, WeightSource
+from ds_trainer.models.spec import ModelSpec
+from ds_trainer.models.weights import CheckpointWeights
+
+
+def build_model(
+    run: RunConfig, instance: nn.Module | None, spec: ModelSpec | None, tokenizer: Any
+) -> tuple[Any, WeightSource]:
+    """Makes the model of a run, without values, or prepares the instance that was handed over.
+
+    Args:
+        run: The run's config.
+        instance: A model instance; None: the checkpoint's class is built on meta.
+        spec: The checkpoint, where there is no instance.
+        tokenizer: Decides how many rows the embedding must have; None: as it is.
+
+    Returns:
+        The model, and where its values come from.
+
+    Raises:
+        UserError: The checkpoint does not fit the config or the tokenizer, or nothing would be trained.
+    """
+    config = run.model
+    weights: WeightSource | None
+    if instance is None:
+        assert spec is not None
+        model: Any = build_skeleton(spec.folder, config, torch.float32)
+        weights = CheckpointWeights(spec.folder, model, config.allow_pickle)
+    else:
+        model, weights = instance, None
+        if isinstance(model, PreTrainedModel):
+            prepare_for_training(model, config)
+        elif run.checkpoint.export:
+            raise ConfigError(
+                f"checkpoint.export is true and {type(model).__name__} is no model of transformers",
+                "the export is a Hugging Face folder, which only its own models have",
+                "set checkpoint.export to false and save the model yourself",
+            )
+    if tokenizer is not None and isinstance(model, PreTrainedModel):
+        weights = fit_embeddings(model, tokenizer, weights, config)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ModelError(
+            f"no parameter of {type(model).__name__} requires a gradient",
+            "a run trains at least one parameter",
+            "set requires_grad on the parameters to train before Trainer(model=...)",
+        )
+    return model, weights or ModuleWeights(model)

@@ -1,0 +1,50 @@
+"""`ds-trainer export` makes a Hugging Face folder of a checkpoint, in one process, whatever layout saved it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from ds_trainer.callbacks import Callback
+from ds_trainer.cli import main
+from ds_trainer.trainer import Trainer
+from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.launch import run_folder
+from tests.helpers.runs import largest_difference, weights
+
+
+class Watch(Callback):
+    """The weights at the moment of the save."""
+
+    def on_save(self, trainer, folder):
+        self.weights = weights(trainer)
+
+
+def train(config):
+    watch = Watch()
+    trainer = Trainer(config=config, callbacks=[watch])
+    trainer.train()
+    trainer.close()
+    return watch.weights
+
+
+@pytest.mark.parametrize("zero", [{"stage": 3, "stage3_param_persistence_threshold": 0}, {"stage": 1}])
+@pytest.mark.parametrize("kind", ["llama_tied", "mixtral"])
+def test_the_weights_of_a_sharded_checkpoint_are_exported(world, tmp_path, zero, kind):
+    config = run_folder(tmp_path)
+    config["model"]["path"] = make_checkpoint(tmp_path / kind, kind)
+    config["zero"] = zero
+    config["checkpoint"] = {"every_steps": 2, "export": False}
+    saved = world(train, 2, config)[0]
+    assert main(["export", str(tmp_path / "out" / "checkpoint-3"), "--out", str(tmp_path / "hf"), "--dtype", "fp32"]) == 0
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
+    assert largest_difference(dict(model.named_parameters()), saved) == 0
+    assert AutoTokenizer.from_pretrained(tmp_path / "hf")("Paris").input_ids
+
+
+def test_what_is_no_checkpoint_is_said_in_a_line(tmp_path, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["export", str(tmp_path / "nothing"), "--out", str(tmp_path / "hf")])
+    assert stop.value.code == 2
+    assert "manifest.json is missing" in capsys.readouterr().err
