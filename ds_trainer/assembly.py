@@ -37,11 +37,13 @@ from ds_trainer.errors import ConfigError, ConfigErrors
 from ds_trainer.log import warn_once
 from ds_trainer.loss import LossFunction, make_loss
 from ds_trainer.mesh.agree import agree, agreed
+from ds_trainer.mesh.arrival import awaited
 from ds_trainer.mesh.device import probe_machine
 from ds_trainer.mesh.grid import Grid
 from ds_trainer.mesh.launch_environment import grid_from_environment
 from ds_trainer.mesh.mesh import Mesh, init_mesh
 from ds_trainer.mesh.ops import ensure_ops, required_ops
+from ds_trainer.mesh.patience import patience
 from ds_trainer.mesh.preflight import check_machine
 from ds_trainer.mesh.signals import StopRequested
 from ds_trainer.mesh.status import Timeouts
@@ -157,7 +159,7 @@ def _assemble_on(mesh: Mesh, machine: Machine, config: RunConfig, origins: dict[
         tokenizer = given.processing_class or _tokenizer(config, spec, required=given.data_collator is None)
         if tokenizer is not None and config.data.chat_template is not None:
             tokenizer.chat_template = read_chat_template(config.data.chat_template)  # The export carries it too.
-    with agreed(mesh, "the data"):
+    with agreed(mesh, "the data"), awaited(mesh, "data preparation"):
         splits = _splits(resolved, given, tokenizer, spec, grid)
         train_loader, eval_loader = splits.train(given.train_dataset), splits.eval(given.eval_dataset)
     _stop_if_asked(mesh)
@@ -216,7 +218,9 @@ def _read_spec(config: RunConfig) -> ModelSpec:
             "a run trains one checkpoint",
             "set model.path to a checkpoint's folder or hub id, or pass Trainer(model=...)",
         )
-    return read_spec(resolve_folder(config.model.path, config.model.revision, config.model.allow_pickle))
+    with patience():  # A download may stall.
+        folder = resolve_folder(config.model.path, config.model.revision, config.model.allow_pickle)
+    return read_spec(folder)
 
 
 def _sizes(spec: ModelSpec | None, model: nn.Module | None) -> tuple[int | None, int | None]:
@@ -248,7 +252,8 @@ def _check_before_loading(
     if grid.rank == 0:
         with claimed(Path(resolved.config.run.output_dir)):
             pass  # Told before the model is loaded; held from the first step on.
-    ensure_ops(required_ops(resolved))
+    with patience():  # Another process may be compiling them.
+        ensure_ops(required_ops(resolved))
 
 
 def _seed(seed: int, rank: int) -> None:

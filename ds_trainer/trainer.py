@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ds_trainer.assembly import Ingredients, assemble
-from ds_trainer.callbacks import Callback, MetricsCallback, PlotCallback, ProgressCallback, restore_states, states_of
+from ds_trainer.callbacks import Callback, MetricsCallback, PlotCallback, ProgressCallback
 from ds_trainer.checkpoint.export import export_model
 from ds_trainer.checkpoint.folder import remove_leftovers
 from ds_trainer.checkpoint.rng import set_rng_state
@@ -37,6 +37,7 @@ from ds_trainer.metrics import EvalMetrics, WindowMean
 from ds_trainer.non_finite import NonFinitePolicy
 from ds_trainer.optim import lr_factor
 from ds_trainer.output import METRICS, MODEL, claimed, set_aside_earlier_run
+from ds_trainer.snapshot import put_back, take_snapshot
 from ds_trainer.state import TrainerControl, TrainerState
 
 P = ParamSpec("P")
@@ -92,7 +93,7 @@ class Trainer:
         _check_callbacks(callbacks)
         run_config, origins = _loaded(config, model)
         optimizer, self.lr_scheduler = optimizers
-        self._optimizer_is_given = optimizer is not None
+        self.optimizer_is_given = optimizer is not None
         given = Ingredients(
             model=model if isinstance(model, nn.Module) else None,
             train_dataset=train_dataset,
@@ -108,24 +109,25 @@ class Trainer:
         self.config = self.run.resolved.config
         self.engine = self.run.engine
         self.is_world_process_zero = self.run.mesh.grid.rank == 0
-        self.state = TrainerState(max_steps=self._total_steps())
+        self.state = TrainerState(max_steps=self.planned_steps())
         self.callbacks = [*self._built_in_callbacks(), *callbacks]
         self.control = TrainerControl()
         self._compute_metrics = compute_metrics
         self._base_lrs = [group["lr"] for group in self.engine.param_groups()]
-        self._window = WindowMean()
+        self.window = WindowMean()
         self._stop_signal = False
         self._keeper = CheckpointKeeper(self.config, self.state, self._save)
         self._random: RankState | None = None
         if self.run.train_loader is not None:
-            self._non_finite = NonFinitePolicy(self.config, self.run.train_loader.sampler, self.run.mesh)
+            self.non_finite = NonFinitePolicy(self.config, self.run.train_loader.sampler, self.run.mesh)
             if self.run.checkpoint is not None:
                 self._resume(self.run.checkpoint)
         if self.lr_scheduler is None:
             self._set_lr()
         self._call("on_init_end")
 
-    def _total_steps(self) -> int:
+    def planned_steps(self) -> int:
+        """Optimizer steps of the run by config and data."""
         if self.run.train_loader is None:
             return 0
         sampler, run = self.run.train_loader.sampler, self.config.run
@@ -140,7 +142,6 @@ class Trainer:
         built_in: list[Callback] = [ProgressCallback(self.config.logging.progress_bar), MetricsCallback(metrics)]
         return [*built_in, PlotCallback(metrics, folder)] if self.config.logging.plots else built_in
 
-    @_guarded
     def train(self) -> TrainerState:
         """Runs every step, the evaluations, and the export at the end.
 
@@ -153,8 +154,12 @@ class Trainer:
                 "training needs data.train or Trainer(train_dataset=...)",
                 "set data.train to json, jsonl or parquet files",
             )
-        with signals.listening(), self._output_folder():
-            self._train()
+        try:
+            with signals.listening(), self.run.mesh.monitor.guard(), self._output_folder():
+                self._train()
+        finally:  # After the guard: a tracker that is slow to end does not keep an error from the other ranks.
+            for callback in self.callbacks:
+                callback.close()
         return self.state
 
     @contextmanager
@@ -181,9 +186,6 @@ class Trainer:
             self._finish()
         except StopRequested:
             self._save_and_stop()
-        finally:
-            for callback in self.callbacks:
-                callback.close()
 
     def _loop(self) -> None:
         """Steps, evaluations and checkpoints, up to the last step, which `_finish` deals with."""
@@ -258,7 +260,7 @@ class Trainer:
         state.epoch = loader.sampler.epochs_before(state.global_step)
         state.loss = step_loss.mean if step_loss.num_tokens else None
         self._set_lr()
-        self._window.add(
+        self.window.add(
             loss_sum=step_loss.loss_sum,
             num_tokens=step_loss.num_tokens,
             tokens=step_loss.seen_tokens,
@@ -300,11 +302,11 @@ class Trainer:
             warn_once(f"step {state.global_step + 1} has no label token: it updates nothing, schedule and data move on")
             return False
         self._call("on_pre_optimizer_step")
-        self._non_finite.check_loss(step_loss, state.global_step)
+        self.non_finite.check_loss(step_loss, state.global_step)
         outcome = self.engine.finish()
         state.grad_norm = outcome.grad_norm
         state.skipped_steps += outcome.skipped
-        self._non_finite.after_step(state.global_step, outcome.skipped)
+        self.non_finite.after_step(state.global_step, outcome.skipped)
         return outcome.skipped
 
     def _set_lr(self) -> None:
@@ -319,7 +321,7 @@ class Trainer:
 
     def _log(self, lr: float) -> None:
         state = self.state
-        metrics = self._window.take(
+        metrics = self.window.take(
             step=state.global_step,
             epoch=state.epoch,
             lr=lr,
@@ -376,45 +378,17 @@ class Trainer:
         return self._keeper.save()
 
     def _save(self) -> Path:
-        folder = save_checkpoint(self.run, Path(self.config.run.output_dir), self.state.global_step, self._state_dict())
+        folder = save_checkpoint(
+            self.run, Path(self.config.run.output_dir), self.state.global_step, take_snapshot(self)
+        )
         self._call("on_save", folder)
         return folder
 
-    def _state_dict(self) -> dict[str, Any]:
-        """The trainer's part of a checkpoint, as JSON."""
-        assert self.run.train_loader is not None
-        sampler, scheduler = self.run.train_loader.sampler, self.lr_scheduler
-        return {
-            **self.state.state_dict(),
-            "data": sampler.state_dict(),
-            "window": self._window.state_dict(),
-            "skipped_in_a_row": self._non_finite.in_a_row,
-            "scheduler": scheduler.state_dict() if scheduler is not None else None,
-            "optimizer_groups": self._given_groups(),
-            "callbacks": states_of(self.callbacks),
-        }
-
-    def _given_groups(self) -> list[dict[str, Any]] | None:
-        """What an optimizer of the user's keeps in its groups; the config says it for the others."""
-        if not self._optimizer_is_given:
-            return None
-        return [{k: v for k, v in group.items() if k != "params"} for group in self.engine.param_groups()]
-
     def _resume(self, checkpoint: Checkpoint) -> None:
         """Goes on from a checkpoint, whose weights are in the engine already."""
-        state, run = checkpoint.json(STATE), self.run
-        assert run.train_loader is not None
-        self._random = load_checkpoint(run, checkpoint, state)
-        self.state.load_state_dict(state)
-        run.train_loader.sampler.load_state_dict(state["data"], self.state.global_step)
-        self.state.max_steps = self._total_steps()
-        self._window.load_state_dict(state["window"])
-        self._non_finite.in_a_row = state["skipped_in_a_row"]
-        if self.lr_scheduler is not None:
-            self.lr_scheduler.load_state_dict(state["scheduler"])
-        for group, saved in zip(self.engine.param_groups(), state["optimizer_groups"] or (), strict=False):
-            group.update(saved)
-        restore_states(self.callbacks, state["callbacks"])
+        snapshot = checkpoint.json(STATE)
+        self._random = load_checkpoint(self.run, checkpoint, snapshot)
+        put_back(self, snapshot)
         self._keeper.saved_step = self.state.global_step
         if self._is_done():
             text = "%s is the end of a finished run of %d steps: nothing is left to train"
@@ -432,7 +406,7 @@ class Trainer:
     def _trial_save(self) -> None:
         if self.is_world_process_zero:
             output_dir = Path(self.config.run.output_dir)
-            trial_save(output_dir, self.run.model, self.run.tokenizer, self.run.export_dtype, self._state_dict())
+            trial_save(output_dir, self.run.model, self.run.tokenizer, self.run.export_dtype, take_snapshot(self))
 
     @_guarded
     def predict(self, test_dataset: Any) -> Any:

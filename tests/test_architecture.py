@@ -55,6 +55,7 @@ LEVELS = {
     "non_finite": 4,
     "output": 4,
     "progress": 4,
+    "snapshot": 4,
     "state": 4,
     "trackers": 4,
     "trainer": 4,

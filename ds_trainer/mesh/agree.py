@@ -54,7 +54,7 @@ def agree(mesh: Mesh, place: str, *values: float) -> Agreement:
 
 
 @contextmanager
-def agreed(mesh: Mesh, place: str = "an agreement") -> Iterator[Agreement]:
+def agreed(mesh: Mesh, place: str) -> Iterator[Agreement]:
     """Runs a block that may fail on some ranks; then all ranks go on, or all raise the first failing rank's error.
 
     Comm: that of `agree` at the end of the block; one gather of places and errors if it failed.

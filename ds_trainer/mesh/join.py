@@ -22,7 +22,7 @@ _POLL_S = 0.1
 _SILENCE_S = 10.0
 _STRANGER_S = 15.0
 """Who accepts a connection and answers nothing for so long is no store; torch itself would wait without end."""
-_ARRIVED = "ds_trainer/arrived"
+_ARRIVED = "arrived"
 
 
 def join_store(grid: Grid, timeout: timedelta = JOIN_TIMEOUT) -> dist.Store:
@@ -37,7 +37,9 @@ def join_store(grid: Grid, timeout: timedelta = JOIN_TIMEOUT) -> dist.Store:
     """
     meeting = _Meeting(grid, timeout)
     try:
-        return meeting.wait_for_all(meeting.connect())
+        # torchrun's store outlives an attempt: each one has keys of its own.
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        return meeting.wait_for_all(dist.PrefixStore(f"ds_trainer/{attempt}", meeting.connect()))
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         raise meeting.failed(str(error).partition("\n")[0]) from error
 

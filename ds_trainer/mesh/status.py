@@ -76,7 +76,7 @@ def judge(statuses: Mapping[int, Status], timeouts: Timeouts) -> Verdict | None:
     """Finds a run that stands still for ever, or ranks that let the others wait for too long.
 
     A run stands still when no rank does anything: then nothing is left that could move one of them. A rank in code
-    between the trainer's calls may take its time.
+    between the trainer's calls may take its time, and so may one that is patient.
 
     Args:
         statuses: The latest report of every rank that has not ended.
@@ -87,7 +87,9 @@ def judge(statuses: Mapping[int, Status], timeouts: Timeouts) -> Verdict | None:
     still = all(s.whereabouts.guarded and not s.patient and s.idle_s >= timeouts.stuck_s for s in statuses.values())
     if still:
         return _stuck(statuses, others or waiting, waiting if others else [], timeouts.stuck_s)
-    late = others and any(statuses[rank].idle_s >= timeouts.collective_s for rank in waiting)
+    late = any(not statuses[rank].patient for rank in others) and any(
+        statuses[rank].idle_s >= timeouts.collective_s for rank in waiting
+    )
     return _never_came(statuses, others, waiting, timeouts.collective_s) if late else None
 
 

@@ -76,16 +76,26 @@ for event in [name for name in vars(Callback) if name.startswith("on_")]:
 
 def test_callbacks_are_called_in_order_on_every_rank(world, tmp_path):
     def step(n):
-        return [("on_step_begin", n), ("on_pre_optimizer_step", n), ("on_step_end", n + 1), ("on_log", n + 1)]
+        return [("on_step_begin", n), ("on_pre_optimizer_step", n), ("on_step_end", n + 1)]
+
+    def evaluation(n):
+        return [("on_prediction_step", n), ("on_evaluate", n)]
 
     for calls in world(order, 2, tmp_path):
         assert calls == [
+            ("on_init_end", 0),
             ("on_train_begin", 0),
-            ("on_evaluate", 0),
+            *evaluation(0),
+            ("on_epoch_begin", 0),
             *step(0),
-            ("on_evaluate", 1),
+            ("on_epoch_end", 1),
+            ("on_log", 1),
+            *evaluation(1),
+            ("on_epoch_begin", 1),
             *step(1),
-            ("on_evaluate", 2),
+            ("on_epoch_end", 2),
+            ("on_log", 2),
+            *evaluation(2),
             ("on_train_end", 2),
         ]
 

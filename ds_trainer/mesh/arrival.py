@@ -1,0 +1,50 @@
+"""Waits for ranks that may take any time, such as one whose node prepares its data: a collective would time out."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch.distributed.distributed_c10d import _get_default_store
+
+from ds_trainer.errors import UserError
+from ds_trainer.mesh.mesh import Mesh
+from ds_trainer.mesh.patience import patience
+
+_POLL_S = 0.05
+_visits: Counter[str] = Counter()
+
+
+@contextmanager
+def awaited(mesh: Mesh, place: str) -> Iterator[None]:
+    """Runs a block that may take any time, and waits at its end until all ranks have run it or failed in it.
+
+    A rank that ends meanwhile ends all, as everywhere.
+
+    Args:
+        mesh: The ranks.
+        place: The block's name, the same on every rank.
+
+    Comm: a counter in the group's store; no collective.
+    """
+    mesh.monitor.at(place)
+    with patience():
+        try:
+            yield
+        except UserError:  # The next agreement makes it everybody's; any other exception ends all at once.
+            _await_all(mesh.grid.world, place)
+            raise
+        _await_all(mesh.grid.world, place)
+
+
+def _await_all(world: int, place: str) -> None:
+    if world == 1:
+        return
+    _visits[place] += 1
+    key, store = f"ds_trainer/{place}/{_visits[place]}", _get_default_store()
+    arrived = store.add(key, 1)
+    while arrived < world:
+        time.sleep(_POLL_S)
+        arrived = store.add(key, 0)
