@@ -13,6 +13,7 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,8 @@ class Run:
     facts: EngineFacts
     export_dtype: torch.dtype
     """Format of the exported weights: the config's, or that of the checkpoint or instance the run began with."""
+    num_trained: int
+    """Elements of the parameters that are trained."""
     checkpoint: Checkpoint | None
     """What the run goes on from; its weights are in the engine already."""
 
@@ -172,8 +175,8 @@ def _assemble_on(mesh: Mesh, machine: Machine, config: RunConfig, origins: dict[
         smoothing = resolved.config.loss.label_smoothing
         loss = make_loss(type(model).__name__, is_causal_lm(model), smoothing, given.compute_loss_func)
         shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+        trained = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
         if checkpoint is not None:
-            trained = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
             check_model(checkpoint, trained)
     if isinstance(weights, ModuleWeights):
         mesh.broadcast(weights.values.values())
@@ -201,6 +204,7 @@ def _assemble_on(mesh: Mesh, machine: Machine, config: RunConfig, origins: dict[
         eval_loader,
         facts,
         export_dtype,
+        sum(map(prod, trained.values())),
         checkpoint if whole else None,
     )
 

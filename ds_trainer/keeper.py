@@ -31,6 +31,13 @@ class CheckpointKeeper:
         self._output_dir = Path(config.run.output_dir)
         self.saved_step: int | None = None
 
+    def saves_left(self) -> int:
+        """Saves that are due in the rest of the run, best models and wishes apart."""
+        every, done, last = self._config.checkpoint.every_steps, self._state.global_step, self._state.max_steps
+        if not 0 < every <= last or done == last:
+            return 0
+        return last // every - done // every + (last % every > 0)
+
     def after_step(self, wished: bool) -> None:
         """Saves if the step is one of every `checkpoint.every_steps`, or a callback wishes it."""
         every = self._config.checkpoint.every_steps

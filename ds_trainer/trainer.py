@@ -17,6 +17,7 @@ from ds_trainer.callbacks import Callback, MetricsCallback, PlotCallback, Progre
 from ds_trainer.checkpoint.export import export_model
 from ds_trainer.checkpoint.folder import remove_leftovers
 from ds_trainer.checkpoint.rng import set_rng_state
+from ds_trainer.checkpoint.room import require_room
 from ds_trainer.checkpoint.store import STATE, Checkpoint, RankState, open_checkpoint
 from ds_trainer.checkpoint.trial import trial_save
 from ds_trainer.checkpointing import best_parameters, load_checkpoint, save_checkpoint
@@ -405,6 +406,7 @@ class Trainer:
 
     def _trial_save(self) -> None:
         if self.is_world_process_zero:
+            require_room(self.config, self.run.num_trained, self._keeper.saves_left())
             output_dir = Path(self.config.run.output_dir)
             trial_save(output_dir, self.run.model, self.run.tokenizer, self.run.export_dtype, take_snapshot(self))
 

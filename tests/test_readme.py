@@ -100,16 +100,25 @@ def test_every_other_command_is_one_that_exists(folder, monkeypatch):
         "deepspeed": lambda arguments: trains(arguments, monkeypatch),
         "torchrun": lambda arguments: trains(arguments, monkeypatch),
         "python": lambda arguments: trains(arguments, monkeypatch),
-        "ds-trainer": lambda arguments: isinstance(command_parser().parse_args(arguments), Namespace),
+        "accelerate": lambda arguments: arguments[0] == "launch" and trains(arguments[1:], monkeypatch),
+        "srun": lambda arguments: arguments[0] == "ds-trainer" and parses(arguments[1:]),
+        "mpirun": lambda arguments: arguments[2] == "ds-trainer" and parses(arguments[3:]),
+        "ds-trainer": parses,
     }
     for program, *arguments in COMMANDS:
         assert checks[program](arguments), (program, *arguments)
 
 
+def parses(arguments: list[str]) -> bool:
+    """Whether `ds-trainer` takes these arguments."""
+    return isinstance(command_parser().parse_args(arguments), Namespace)
+
+
 def trains(arguments: list[str], monkeypatch) -> bool:
     """Whether a launcher's arguments name our script and give it options that it takes and a config that loads."""
     start = arguments.index("examples/train.py")
-    assert all(name in ("--num_gpus", "--nproc_per_node") for name in arguments[:start:2])
+    options = [name for name in arguments[:start] if name.startswith("--")]
+    assert set(options) <= {"--num_gpus", "--nproc_per_node", "--multi_gpu", "--num_processes"}
     monkeypatch.setattr(sys, "argv", arguments[start:])
     config, _ = config_from_arguments(parse_train_arguments(ROOT / "examples/demo/demo.json"))
     return bool(config.model.path)

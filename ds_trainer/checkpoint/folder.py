@@ -16,6 +16,8 @@ from pathlib import Path
 
 MANIFEST = "manifest.json"
 FORMAT = 1
+TRIAL = ".trial-"
+"""What the names of folders of trial saves begin with."""
 _NAME = re.compile(r"checkpoint-(\d+)")
 
 
@@ -73,18 +75,22 @@ def commit(aside: Path, folder: Path, files: dict[str, dict[str, int | str]]) ->
     sync_file(aside / MANIFEST)
     for path in {aside, *(path for path in aside.rglob("*") if path.is_dir())}:
         sync_file(path)
-    remove(folder)
+    replaced = _take_name(folder) if folder.exists() else None
     aside.rename(folder)
     sync_file(folder.parent)
+    if replaced is not None:
+        shutil.rmtree(replaced)
 
 
 def remove(folder: Path) -> None:
     """Removes a checkpoint; one that is killed half-way leaves nothing that has a checkpoint's name."""
-    if folder.exists():
-        doomed = folder.with_name(f".{folder.name}.removed")
-        shutil.rmtree(doomed, ignore_errors=True)
-        folder.rename(doomed)
-        shutil.rmtree(doomed)
+    shutil.rmtree(_take_name(folder))
+
+
+def _take_name(folder: Path) -> Path:
+    doomed = folder.with_name(f".{folder.name}.removed")
+    shutil.rmtree(doomed, ignore_errors=True)
+    return folder.rename(doomed)
 
 
 def rotate(output_dir: Path, keep_last: int, keep: str | None) -> None:
@@ -101,9 +107,9 @@ def rotate(output_dir: Path, keep_last: int, keep: str | None) -> None:
 
 
 def remove_leftovers(output_dir: Path) -> None:
-    """Removes what killed saves and removals left behind."""
-    for path in output_dir.glob(".checkpoint-*"):
-        if path.suffix in (".partial", ".removed"):
+    """Removes what killed saves, removals and trials left behind."""
+    for pattern in (".checkpoint-*.partial", ".checkpoint-*.removed", f"{TRIAL}*"):
+        for path in output_dir.glob(pattern):
             shutil.rmtree(path)
 
 

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.models.auto import AutoConfig
 
 from ds_trainer.checkpoint.export import write_model_files
+from ds_trainer.checkpoint.folder import TRIAL
 from ds_trainer.errors import MachineError, ModelError
 
 
@@ -37,7 +38,7 @@ def trial_save(
         MachineError: The folder cannot be written to.
     """
     try:
-        with tempfile.TemporaryDirectory(dir=output_dir, prefix=".trial-") as name:
+        with tempfile.TemporaryDirectory(dir=output_dir, prefix=TRIAL) as name:
             folder = Path(name)
             (folder / "state.json").write_text(json.dumps(state), encoding="utf-8")
             if isinstance(model, PreTrainedModel):

@@ -81,6 +81,16 @@ class MemoryRow:
         return sum(part.size for part in self.parts if part.place == "nvme")
 
 
+def moment_bytes(optimizer: str, momentum: bool = False) -> int:
+    """Bytes of fp32 moments per parameter.
+
+    Args:
+        optimizer: Name as in `optimizer.name`.
+        momentum: Whether sgd keeps a momentum.
+    """
+    return 4 * (1 if momentum and optimizer == "sgd" else _MOMENTS[optimizer])
+
+
 def bytes_per_parameter(
     stage: int,
     dtype: str,
@@ -110,7 +120,7 @@ def bytes_per_parameter(
         Stage 2 in fp32 on 2 ranks keeps 4 + 16/2 bytes after the backward pass, and 4 + 12/2 after the step.
     """
     layout = _Layout(stage, dtype, grad_dtype, data_ranks, offload_optimizer, offload_param, accumulation)
-    moments = 4 * (1 if momentum and optimizer == "sgd" else _MOMENTS[optimizer])
+    moments = moment_bytes(optimizer, momentum)
     parts = {0: _replicated, 1: _sharded_state, 2: _sharded_state, 3: _sharded_all}[stage](layout, moments)
     # Stage 1 reduces all gradients at the end of the last backward, and only then frees the other ranks' shards; sums
     # in another format than the gradients' it keeps whole, which `parts` counts.

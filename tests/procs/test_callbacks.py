@@ -11,7 +11,8 @@ import pytest
 
 from ds_trainer.callbacks import Callback
 from ds_trainer.metrics import read_metrics
-from tests.helpers.runs import make_trainer
+from tests.helpers.runs import D8, make_trainer
+from tests.procs.test_trackers import scalars
 
 PLOTTING = {"plots": True, "progress_bar": True}
 
@@ -67,3 +68,32 @@ def test_a_resumed_run_has_the_lines_before_it_once_and_shows_its_own_step(world
     ]
     assert "step 3/3" in said
     assert "step 3: checkpoint there/checkpoint-3" in said
+
+
+def stop_early(out, breaks_at=None):
+    """Trains at a rate at which the evaluations get worse soon; returns the last step and how many it took itself."""
+    callbacks = [] if breaks_at is None else [Breaks("on_step_begin", breaks_at)]
+    trainer = make_trainer(
+        "ddp",
+        out,
+        given={"eval_dataset": D8[:2], "callbacks": callbacks},
+        optimizer={"lr": 30.0},
+        run={"max_steps": 10},
+        evaluation={"every_steps": 1, "early_stopping_patience": 3},
+        checkpoint={"every_steps": 1, "resume": "auto"},
+        logging={"report_to": ["tensorboard"], "run_name": "run"},
+    )
+    before = trainer.state.global_step
+    with contextlib.suppress(ZeroDivisionError):
+        trainer.train()
+    return trainer.state.global_step, trainer.state.global_step - before
+
+
+def test_early_stopping_and_trackers_go_on_over_a_resume(world, tmp_path):
+    ((last, _),) = world(stop_early, 1, tmp_path / "straight")
+    assert 4 < last < 10
+    assert world(stop_early, 1, tmp_path / "broken", last - 1) == [(last - 1, last - 1)]
+    assert world(stop_early, 1, tmp_path / "broken") == [(last, 1)]
+    assert world(stop_early, 1, tmp_path / "broken") == [(last, 0)], "a run that early stopping has ended goes on"
+    folder = tmp_path / "broken" / "tensorboard" / "run"
+    assert [event.step for event in scalars(folder, "eval/loss")] == list(range(1, last + 1))
