@@ -3,8 +3,9 @@
     python benchmarks/overhead.py
 
 Every measurement is two new processes on this machine's CPU, one thread each, joined by gloo. The two sides of a
-comparison take turns, so that a slow spell of the machine hits both; a ratio is taken within each pair, and the median
-of the pairs is what counts. All sides train the same model on the same samples and must find the same losses.
+comparison take turns, so that a slow spell of the machine hits both; tokens/s are those of a run's median step, a ratio
+is taken within each pair, and the median of the pairs is what counts. All sides train the same model on the same
+samples and must find the same losses.
 
 Logging: ours writes a line of metrics every step and transformers' Trainer logs every step; the bare loop prints
 nothing, gathers its losses after the clock has stopped, and neither checks samples nor asks the other rank for faults.
@@ -67,8 +68,10 @@ def main() -> None:
     pairs = parser.parse_args().pairs
     console = Console()
     console.print(f"{RANKS} ranks, steps {WARM_UP + 1} to {STEPS} timed, {pairs} pairs; {os.cpu_count()} cores")
-    ddp = [measure_pair(console, OURS_DDP, HF_DDP) for _ in range(pairs)]
-    zero2 = [measure_pair(console, OURS_ZERO2, BARE_ZERO2) for _ in range(pairs)]
+    zero2, ddp = [], []
+    for _ in range(pairs):
+        zero2.append(measure_pair(console, OURS_ZERO2, BARE_ZERO2))
+        ddp.append(measure_pair(console, OURS_DDP, HF_DDP))
     ratios = [
         ratio("ratio_vs_bare", zero2, "tokens_per_s", "tokens/s"),
         ratio("ratio_vs_hf", ddp, "tokens_per_s", "tokens/s"),
@@ -92,7 +95,8 @@ def measure_pair(console: Console, ours: Sequence[str], peer: Sequence[str]) -> 
     console.print(
         f"{' '.join(ours)} against {' '.join(peer)}: {a['tokens_per_s']:.0f} and {b['tokens_per_s']:.0f} tokens/s, "
         f"first step after {a['first_step_s']:.1f} and {b['first_step_s']:.1f} s, losses "
-        f"{a['losses'][0]:.4f} to {a['losses'][-1]:.4f}, within {furthest:.0e}"
+        f"{a['losses'][0]:.4f} to {a['losses'][-1]:.4f}, within {furthest:.0e}",
+        soft_wrap=True,
     )
     return a, b
 
@@ -111,13 +115,14 @@ def run_side(side: Sequence[str]) -> dict[str, Any]:
             for i in range(RANKS)
         ]
         try:
-            codes = [rank.wait(TIMEOUT_S) for rank in ranks]
+            for rank in ranks:
+                rank.wait(TIMEOUT_S)
         finally:
             for rank in ranks:
                 rank.kill()
-        if any(codes):
-            log.seek(0)
-            raise SystemExit(f"{' '.join(side)} failed:\n{log.read()}")
+            if any(rank.wait() for rank in ranks):
+                log.seek(0)
+                print(log.read(), file=sys.stderr)
         return json.loads(Path(folder, "result.json").read_text())
 
 
@@ -139,11 +144,11 @@ def ratio(name: str, pairs: list[tuple[dict[str, Any], dict[str, Any]]], key: st
 
 
 def table(ratios: list[Ratio], pairs: int) -> Table:
-    out = Table("", "ours", "peer", "ratio", "quartiles", title=f"medians of {pairs} pairs")
+    out = Table("", "unit", "ours", "peer", "ratio", "quartiles", title=f"medians of {pairs} pairs")
     for each in ratios:
         low, middle, high = each.quartiles
-        ours, peer = (f"{statistics.median(values):,.1f} {each.unit}" for values in (each.ours, each.peer))
-        out.add_row(each.name, ours, peer, f"{middle:.3f}", f"{low:.3f} to {high:.3f}")
+        ours, peer = (f"{statistics.median(values):,.1f}" for values in (each.ours, each.peer))
+        out.add_row(each.name, each.unit, ours, peer, f"{middle:.3f}", f"{low:.3f} to {high:.3f}")
     return out
 
 

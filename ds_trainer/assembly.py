@@ -56,6 +56,7 @@ from ds_trainer.models.spec import ModelSpec, read_spec
 from ds_trainer.optim import LOOK_AT_WHOLE_TENSORS, make_optimizer
 from ds_trainer.output import claimed
 from ds_trainer.resume import check_layout, check_model, check_run, check_world, find_checkpoint
+from ds_trainer.trackers import check_trackers
 
 
 @dataclass(frozen=True)
@@ -254,6 +255,7 @@ def _check_before_loading(
         warn_once(text)
     check_machine(resolved, num_parameters, grid, largest_parameter)
     if grid.rank == 0:
+        check_trackers(resolved.config.logging)
         with claimed(Path(resolved.config.run.output_dir)):
             pass  # Told before the model is loaded; held from the first step on.
     with patience():  # Another process may be compiling them.

@@ -25,9 +25,11 @@ from ds_trainer.config.io import load_config
 from ds_trainer.config.schema import RunConfig
 from ds_trainer.data.loader import BatchLoader
 from ds_trainer.data.same import same_everywhere
+from ds_trainer.early_stopping import EarlyStoppingCallback
 from ds_trainer.errors import ConfigError
 from ds_trainer.evaluation import EvaluationResult, prediction_metrics, run_evaluation
 from ds_trainer.executors.accumulate import StepLoss, run_accumulate
+from ds_trainer.hf_callbacks import adapted
 from ds_trainer.keeper import CheckpointKeeper
 from ds_trainer.log import get_logger, warn_once
 from ds_trainer.mesh import signals
@@ -40,6 +42,7 @@ from ds_trainer.optim import lr_factor
 from ds_trainer.output import METRICS, MODEL, claimed, set_aside_earlier_run
 from ds_trainer.snapshot import put_back, take_snapshot
 from ds_trainer.state import TrainerControl, TrainerState
+from ds_trainer.trackers import TrackerCallback
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -70,7 +73,8 @@ class Trainer:
         compute_loss_func: `f(outputs, labels, num_items_in_batch=n)`: a sum of token losses divided by n, the label
             tokens of the whole step over all ranks.
         compute_metrics: `f(EvalPrediction) -> dict`, called on the predictions of a whole evaluation.
-        callbacks: Callbacks, beside the built-in ones.
+        callbacks: Callbacks of this package, and `TrainerCallback` objects or classes of transformers, beside the
+            built-in ones.
         optimizers: Optimizer of your own, built on the model instance that is passed, and perhaps its LR scheduler,
             whose `step()` is called once per optimizer step. With None as the scheduler the config's schedule applies.
 
@@ -88,10 +92,10 @@ class Trainer:
         data_collator: Callable | None = None,
         compute_loss_func: Callable | None = None,
         compute_metrics: Callable | None = None,
-        callbacks: Sequence[Callback] = (),
+        callbacks: Sequence[Any] = (),
         optimizers: tuple[torch.optim.Optimizer | None, Any | None] = (None, None),
     ) -> None:
-        _check_callbacks(callbacks)
+        callbacks = adapted(callbacks)
         run_config, origins = _loaded(config, model)
         optimizer, self.lr_scheduler = optimizers
         self.optimizer_is_given = optimizer is not None
@@ -136,12 +140,17 @@ class Trainer:
         return min(bound for bound in bounds if bound is not None)
 
     def _built_in_callbacks(self) -> list[Callback]:
-        if not self.is_world_process_zero:
-            return []
-        folder = Path(self.config.run.output_dir)
-        metrics = folder / METRICS
-        built_in: list[Callback] = [ProgressCallback(self.config.logging.progress_bar), MetricsCallback(metrics)]
-        return [*built_in, PlotCallback(metrics, folder)] if self.config.logging.plots else built_in
+        config, folder = self.config, Path(self.config.run.output_dir)
+        built_in: list[Callback] = []
+        if config.evaluation.early_stopping_patience is not None:
+            built_in.append(EarlyStoppingCallback(config.evaluation))
+        if config.logging.report_to:
+            built_in.append(TrackerCallback())
+        if self.is_world_process_zero:
+            built_in += [ProgressCallback(config.logging.progress_bar), MetricsCallback(folder / METRICS)]
+            if config.logging.plots:
+                built_in.append(PlotCallback(folder / METRICS, folder))
+        return built_in
 
     def train(self) -> TrainerState:
         """Runs every step, the evaluations, and the export at the end.
@@ -182,6 +191,7 @@ class Trainer:
             with agreed(self.run.mesh, "the trial save"):
                 self._trial_save()
             self._call("on_train_begin")
+            self._agree_on_wishes()  # A run that early stopping had ended takes no step when it is resumed.
             self._set_random_state()
             self._loop()
             self._finish()
@@ -361,11 +371,12 @@ class Trainer:
         extra = {f"eval_{k}": float(v) for k, v in prediction_metrics(result, self._compute_metrics).items()}
         metrics = EvalMetrics(self.state.global_step, result.loss, result.num_tokens, result.seconds, extra)
         self.state.log_history.append(metrics)
-        if self.run.train_loader is not None:
-            self._keeper.after_evaluation(metrics)
         self._call("on_evaluate", metrics)
-        if self.run.train_loader is not None and self._agree_on_wishes().should_save:
-            self._keeper.save_once()
+        if self.run.train_loader is not None:
+            wishes = self._agree_on_wishes()
+            self._keeper.after_evaluation(metrics)  # After the callbacks: their states go into the checkpoint.
+            if wishes.should_save:
+                self._keeper.save_once()
         return {"eval_loss": result.loss, **extra}
 
     @_guarded
@@ -486,13 +497,3 @@ def _loaded(config: ConfigSource | None, model: Any) -> tuple[RunConfig, dict[st
         run_config = run_config.model_copy(update={"model": section})
         origins = origins | {"model.path": f"Trainer(model=...){said}"}
     return run_config, origins
-
-
-def _check_callbacks(callbacks: Sequence[Any]) -> None:
-    strangers = [type(callback).__name__ for callback in callbacks if not isinstance(callback, Callback)]
-    if strangers:
-        raise ConfigError(
-            f"callbacks holds {', '.join(strangers)}",
-            "a callback is a ds_trainer.Callback: what transformers' callbacks are given does not exist here",
-            "subclass ds_trainer.Callback; its methods have the same names and get the trainer",
-        )

@@ -48,7 +48,7 @@ def kill_runs(folder: Path, engines: Sequence[str], num_kills: int, seed: int, q
                 straight[engine].finish()
             run = KilledRun(folder / f"run-{number}", model, engine, CELLS[engine])
             for _ in range(min(PER_RUN, num_kills - len(kills))):
-                kills.append(run.kill(_moment(EVENTS[len(kills) % len(EVENTS)], rng), straight[engine].lives[0]))
+                kills.append(run.kill(_moment(EVENTS[len(kills) % len(EVENTS)], rng), straight[engine].usual()))
                 bar.update()
             run.finish()
             check_same(run, straight[engine])
@@ -58,7 +58,7 @@ def kill_runs(folder: Path, engines: Sequence[str], num_kills: int, seed: int, q
 
 def _moment(event: str, rng: random.Random) -> Moment:
     victims = rng.choice([*((rank,) for rank in range(RANKS)), tuple(range(RANKS))])
-    return Moment(event, rng.randint(1, 3), rng.random(), victims)
+    return Moment(event, rng.randint(1, 4), rng.random(), rng.random(), victims)
 
 
 def report(kills: list[Kill]) -> str:

@@ -10,9 +10,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from threading import RLock
 from typing import Any
 
 import psutil
+from tqdm import tqdm
 
 from ds_trainer.callbacks import Callback
 from ds_trainer.checkpoint.folder import MANIFEST, checkpoints, file_faults, manifest_faults, step_of
@@ -30,7 +32,8 @@ SURVIVOR_S = 15.0
 """A rank whose peer was killed ends by itself within this time."""
 _LIFE_S = 120.0
 _POLL_S = 0.0005
-_STEP_S = 0.1
+_FILE_S, _STEP_S = 0.01, 0.1
+"""About how long a checkpoint waits for its next file, and a run for its next steps."""
 
 
 @dataclass(frozen=True)
@@ -40,15 +43,30 @@ class Moment:
     Args:
         event: "step", "save" (a checkpoint is being written), "commit" (it has its name, and an old one is still
             there) or "resume" (the ranks have met, and are not ready yet).
-        number: At which such event of the life.
-        share: How far into it, from 0 to 1.
+        step: At the earliest after so many steps of the life, unless it is "resume".
+        progress: Of "save": the share of the files that are there by then.
+        fraction: How far into what comes then.
         victims: Ranks.
     """
 
     event: str
-    number: int
-    share: float
+    step: int
+    progress: float
+    fraction: float
     victims: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Usual:
+    """How much there is of what moments are shares of.
+
+    Args:
+        resume_s: Seconds from the ranks' meeting until they are ready.
+        num_files: Files of a checkpoint.
+    """
+
+    resume_s: float
+    num_files: int
 
 
 @dataclass(frozen=True)
@@ -95,12 +113,7 @@ class _Log(Callback):
         """The step."""
         state = trainer.state
         samples = trainer.run.train_loader.sampler.microbatches(state.global_step - 1)
-        self._stepped = time.monotonic()
         self.write(step=state.global_step, samples=samples, loss=state.loss, grad_norm=state.grad_norm)
-
-    def on_save(self, trainer: Any, folder: Path) -> None:
-        """How long the save took."""
-        self.write(save_s=time.monotonic() - self._stepped)
 
 
 class _Rows(list):
@@ -118,6 +131,7 @@ class _Rows(list):
 def job(out: Path, log: Path, model: Path, sections: dict) -> None:
     """Trains on this rank, from the newest checkpoint on."""
     sys.stdout = sys.stderr
+    tqdm.set_lock(RLock())  # Its own, for processes, is not cleaned up by one that is killed.
     callback = _Log(log.with_name(f"{log.name}-{os.environ['RANK']}"))
     data = _Rows(rows(SHAPE["vocab"]))
     data.log = callback
@@ -182,12 +196,12 @@ class KilledRun:
             codes = [process.exitcode for process in processes]
             assert codes == [0] * RANKS, f"exit codes {codes}: {_texts(folder)}"
 
-    def kill(self, moment: Moment, usual: Life) -> Kill:
+    def kill(self, moment: Moment, usual: Usual) -> Kill:
         """Goes on, is killed, and leaves whole checkpoints, none of them lost.
 
         Args:
             moment: When, and who.
-            usual: A life that was not killed, for how long things take.
+            usual: How much there is of what it is a share of.
         """
         before = self.newest_step()
         with self._started() as (processes, folder):
@@ -211,47 +225,46 @@ class KilledRun:
         self.lives.append(Life(log))
         return started(job, RANKS, self.out, log, self._model, self._sections, store="tcp")
 
-    def _await(self, moment: Moment, usual: Life, alive: Callable[[], bool]) -> None:
-        """Waits for the event, and then for a share of the time that it usually takes."""
-        life = self.lives[-1]
-        seen: set[str] = set()
-
-        def has_come() -> bool:
-            if moment.event in ("save", "commit") and not life.lines(0, "step"):
-                return False  # What an earlier life has left is still there.
-            if moment.event == "save":
-                seen.update(path.name for path in self.out.glob(".checkpoint-*.partial"))
-                return len(seen) >= moment.number
-            if moment.event == "commit":
-                return len(checkpoints(self.out)) > KEEP_LAST
-            if moment.event == "resume":
-                return all(life.lines(rank, "met_s") for rank in range(RANKS))
-            return len(life.lines(0, "step")) >= moment.number
-
+    def _await(self, moment: Moment, usual: Usual, alive: Callable[[], bool]) -> None:
         deadline = time.monotonic() + _LIFE_S
-        while not has_come():
+        while not self._has_come(moment, usual):
             assert alive() and time.monotonic() < deadline, f"{moment} did not come"
             time.sleep(_POLL_S)
-        usual_s = {
-            "save": usual.value(0, "save_s"),
-            "commit": 0.0,
-            "resume": usual.value(0, "ready_s") - usual.value(0, "met_s"),
-            "step": _STEP_S,
-        }
-        time.sleep(moment.share * usual_s[moment.event])
+        # Somewhere in what comes now.
+        length_s = {"save": _FILE_S, "commit": 0.0, "resume": usual.resume_s, "step": _STEP_S}[moment.event]
+        time.sleep(moment.fraction * length_s)
+
+    def _has_come(self, moment: Moment, usual: Usual) -> bool:
+        life = self.lives[-1]
+        if moment.event == "resume":
+            return all(life.lines(rank, "met_s") for rank in range(RANKS))
+        if len(life.lines(0, "step")) < moment.step:
+            return False
+        if moment.event == "save":
+            return self._num_files_aside() > moment.progress * usual.num_files
+        return moment.event == "step" or self._doing() == moment.event
 
     def _doing(self) -> str:
         if not self.lives[-1].lines(0, "step"):  # What an earlier life has left may still be there.
-            return "step" if all(self.lives[-1].lines(rank, "ready_at") for rank in range(RANKS)) else "resume"
-        if any(self.out.glob(".checkpoint-*.partial")):
+            return "step" if all(self.lives[-1].lines(rank, "ready_s") for rank in range(RANKS)) else "resume"
+        if self._num_files_aside():
             return "save"
         if len(checkpoints(self.out)) > KEEP_LAST or any(self.out.glob(".checkpoint-*.removed")):
             return "commit"
         return "step"
 
+    def _num_files_aside(self) -> int:
+        return sum(len(files) for aside in self.out.glob(".checkpoint-*.partial") for _, _, files in os.walk(aside))
+
     def newest_step(self) -> int:
         """The step of the newest checkpoint; 0 where there is none."""
         return max(map(step_of, checkpoints(self.out)), default=0)
+
+    def usual(self) -> Usual:
+        """Of a run that was not killed: what the moments of another one are measured by."""
+        (life,) = self.lives
+        num_files = sum(len(files) for _, _, files in os.walk(checkpoints(self.out)[0]))
+        return Usual(life.value(0, "ready_s") - life.value(0, "met_s"), num_files)
 
     def _check_checkpoints(self, before: int) -> None:
         assert self.newest_step() >= before, "a checkpoint was lost"
