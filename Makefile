@@ -19,7 +19,7 @@ THREADS = $$(python -c "import os; print(max(1, os.cpu_count() // 2))")
 CHECK_PYTHON := import sys; sys.exit(sys.version_info < (3, 11) and "needs Python 3.11+: make PYTHON=python3.11")
 PIP := python -m pip install --constraint constraints.txt
 
-.PHONY: train ops test test-all lint families clean
+.PHONY: train ops test test-all kill-test lint families clean
 
 train: $(INSTALLED) $(MODEL) $(DATA)
 	OMP_NUM_THREADS=$(THREADS) deepspeed --num_gpus $(RANKS) examples/train.py --config examples/demo/demo.json
@@ -34,6 +34,10 @@ test: ops
 
 test-all: ops
 	OMP_NUM_THREADS=1 python -m pytest -rs -m slow
+
+# A failure names its seed: python -m tests.kill_test --seed N repeats it.
+kill-test: ops
+	OMP_NUM_THREADS=1 python -m tests.kill_test --runs 30
 
 lint: $(INSTALLED)
 	ruff check .

@@ -13,7 +13,6 @@ nothing, gathers its losses after the clock has stopped, and neither checks samp
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import socket
@@ -32,6 +31,7 @@ from rich.table import Table
 from sides.workload import RANKS, STEPS, WARM_UP
 
 SIDES = Path(__file__).parent / "sides"
+PAIRS = 7
 TIMEOUT_S = 180.0
 LOSS_TOLERANCE = 1e-5
 OURS_DDP, HF_DDP = ("ours.py", "ddp"), ("hf_trainer.py",)
@@ -63,13 +63,10 @@ class Ratio:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=7, help="pairs of each comparison (default: %(default)s)")
-    pairs = parser.parse_args().pairs
     console = Console()
-    console.print(f"{RANKS} ranks, steps {WARM_UP + 1} to {STEPS} timed, {pairs} pairs; {os.cpu_count()} cores")
+    console.print(f"{RANKS} ranks, steps {WARM_UP + 1} to {STEPS} timed, {PAIRS} pairs; {os.cpu_count()} cores")
     zero2, ddp = [], []
-    for _ in range(pairs):
+    for _ in range(PAIRS):
         zero2.append(measure_pair(console, OURS_ZERO2, BARE_ZERO2))
         ddp.append(measure_pair(console, OURS_DDP, HF_DDP))
     ratios = [
@@ -77,10 +74,10 @@ def main() -> None:
         ratio("ratio_vs_hf", ddp, "tokens_per_s", "tokens/s"),
         ratio("first_step_ratio", ddp, "first_step_s", "s"),
     ]
-    console.print(table(ratios, pairs))
+    console.print(table(ratios))
     for arguments in (["--help"], ["config", "show", str(SIDES.parents[1] / "ds_configs" / "smoke" / "zero2.json")]):
-        seconds = statistics.median(time_command(arguments) for _ in range(pairs))
-        console.print(f"ds-trainer {' '.join(arguments[:2])}: {seconds:.2f} s (median of {pairs})")
+        seconds = statistics.median(time_command(arguments) for _ in range(PAIRS))
+        console.print(f"ds-trainer {' '.join(arguments[:2])}: {seconds:.2f} s (median of {PAIRS})")
     print(" ".join(f"{r.name}={r.quartiles[1]:.3f}" for r in ratios))
 
 
@@ -115,14 +112,15 @@ def run_side(side: Sequence[str]) -> dict[str, Any]:
             for i in range(RANKS)
         ]
         try:
-            for rank in ranks:
-                rank.wait(TIMEOUT_S)
+            codes: list[int | str] = [rank.wait(TIMEOUT_S) for rank in ranks]
+        except subprocess.TimeoutExpired:
+            codes = [f"not over after {TIMEOUT_S:.0f} s"]
         finally:
             for rank in ranks:
                 rank.kill()
-            if any(rank.wait() for rank in ranks):
-                log.seek(0)
-                print(log.read(), file=sys.stderr)
+        if any(codes):
+            log.seek(0)
+            raise SystemExit(f"{log.read()}\n{' '.join(side)} failed: {codes}")
         return json.loads(Path(folder, "result.json").read_text())
 
 
@@ -143,8 +141,8 @@ def ratio(name: str, pairs: list[tuple[dict[str, Any], dict[str, Any]]], key: st
     return Ratio(name, [a[key] for a, _ in pairs], [b[key] for _, b in pairs], unit)
 
 
-def table(ratios: list[Ratio], pairs: int) -> Table:
-    out = Table("", "unit", "ours", "peer", "ratio", "quartiles", title=f"medians of {pairs} pairs")
+def table(ratios: list[Ratio]) -> Table:
+    out = Table("", "unit", "ours", "peer", "ratio", "quartiles", title=f"medians of {PAIRS} pairs")
     for each in ratios:
         low, middle, high = each.quartiles
         ours, peer = (f"{statistics.median(values):,.1f}" for values in (each.ours, each.peer))

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 import torch
 
 from ds_trainer.engines.base import EngineFacts, StepOutcome
+from ds_trainer.engines.state import MASTER, live
 from ds_trainer.layout import ParameterSlice
 
 
@@ -56,7 +57,19 @@ class ToyEngine:
         return ((name, p.grad) for name, p in self.module.named_parameters())
 
     def state(self):
-        return {name: {"master": p.detach()} for name, p in self.module.named_parameters()}
+        return {name: {MASTER: live(p, p.numel())} for name, p in self.module.named_parameters()}
+
+    def counters(self):
+        return {"windows": self.windows}
+
+    def load_counters(self, counters):
+        self.windows = list(counters["windows"])
+
+    def rank_state(self):
+        return {}
+
+    def load_rank_state(self, tensors):
+        pass
 
     def parameter_hash(self):
         return None

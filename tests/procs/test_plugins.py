@@ -43,6 +43,23 @@ def train_with_toy(out, installed):
     return state.loss, state.grad_norm, weights(trainer), engine_names(), trainer.engine.windows
 
 
+def test_what_every_engine_offers_is_enough_to_save_and_resume_one(world, tmp_path, installed):
+    (straight,) = world(train_toy_to, 1, tmp_path / "straight", str(installed), 4, None)
+    world(train_toy_to, 1, tmp_path / "cut", str(installed), 2, None)
+    (resumed,) = world(train_toy_to, 1, tmp_path / "cut", str(installed), 4, "auto")
+    assert largest_difference(resumed[0], straight[0]) == 0
+    assert resumed[1] == straight[1] == [False, False, False, True] * 4
+
+
+def train_toy_to(out, installed, steps, resume):
+    sys.path.insert(0, installed)
+    checkpoint = {"every_steps": 2, "resume": resume}
+    run = {"max_steps": steps, "epochs": 9}
+    trainer = make_trainer("ddp", out, parallel={"engine": "toy"}, checkpoint=checkpoint, run=run)
+    trainer.train()
+    return weights(trainer), trainer.engine.windows
+
+
 def test_a_misspelt_engine_is_refused_with_the_names_that_exist():
     with pytest.raises(ConfigError) as caught:
         load_config({"parallel": {"engine": "deepsped"}})

@@ -9,6 +9,14 @@ from tests.helpers.world import RankFailed
 from tests.procs.test_spine import CELLS, STAGE3, deepspeed
 
 
+QUICK = ["ddp", "zero1", "zero2-cpu", "zero3"]
+"""One of every way to cut and keep states; `make test-all` runs the others."""
+
+
+def cells(*names, quick):
+    return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     return write_checkpoint(tmp_path_factory.mktemp("model"))
@@ -29,14 +37,14 @@ def check(straight, resumed):
 
 
 @pytest.mark.case("C2", "C3")
-@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize("cell", cells(*CELLS, quick=QUICK))
 def test_a_killed_run_goes_on_bit_for_bit(world, tmp_path, checkpoint, cell):
     sections = CELLS[cell]
     straight = world(train, 2, tmp_path / "straight", checkpoint, sections, {})
     check(straight, killed_and_resumed(world, tmp_path / "cut", 2, checkpoint, sections))
 
 
-@pytest.mark.parametrize("cell", ["ddp", "zero2", "zero3"])
+@pytest.mark.parametrize("cell", cells("ddp", "zero2", "zero3", quick=["ddp"]))
 def test_four_ranks_go_on_bit_for_bit(world, tmp_path, checkpoint, cell):
     sections = CELLS[cell]
     straight = world(train, 4, tmp_path / "straight", checkpoint, sections, {})
@@ -44,7 +52,7 @@ def test_four_ranks_go_on_bit_for_bit(world, tmp_path, checkpoint, cell):
 
 
 @pytest.mark.nvme
-@pytest.mark.parametrize("what", ["optimizer", "both"])
+@pytest.mark.parametrize("what", cells("optimizer", "both", quick=["both"]))
 def test_states_on_nvme_go_on_bit_for_bit(world, tmp_path, checkpoint, nvme, what):
     section = {"device": "nvme", "nvme_path": str(nvme)}
     stage3 = {key: value for key, value in STAGE3.items() if key != "stage3_prefetch_bucket_size"}
