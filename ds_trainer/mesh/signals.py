@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 
 import psutil
@@ -50,7 +51,7 @@ _notes = _Notes()
 def pending() -> bool:
     """Whether this rank was asked to stop: by a signal, or by the end of the launcher that started it."""
     if _notes.reason is None and not all(_is_alive(launcher) for launcher in _notes.launchers):
-        _note("its launcher has ended")
+        _note("the end of its launcher")
     return _notes.reason is not None
 
 
@@ -105,10 +106,11 @@ def _launchers() -> list[psutil.Process]:
     found = []
     for ancestor in psutil.Process().parents():
         try:
-            command = " ".join(ancestor.cmdline())
+            program, *arguments = ancestor.cmdline() or [""]
         except psutil.Error:
             break
-        if not any(name in command for name in _LAUNCHERS):
+        # Not a shell that runs a script of such a name: its end means nothing.
+        if not Path(program).name.startswith("python") or not any(n in a for n in _LAUNCHERS for a in arguments):
             break
         found.append(ancestor)
     return found

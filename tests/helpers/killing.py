@@ -13,7 +13,6 @@ from pathlib import Path
 from threading import RLock
 from typing import Any
 
-import psutil
 from tqdm import tqdm
 
 from ds_trainer.callbacks import Callback
@@ -95,19 +94,14 @@ class _Log(Callback):
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("w", buffering=1)
-        self._born = psutil.Process().create_time()
 
     def write(self, **line: Any) -> None:
         """One line, in one piece."""
         self._file.write(json.dumps(line) + "\n")
 
-    def age_s(self) -> float:
-        """Seconds since this process began."""
-        return time.time() - self._born
-
     def on_init_end(self, trainer: Any) -> None:
         """The step from which it goes on."""
-        self.write(ready_at=trainer.state.global_step, ready_s=self.age_s())
+        self.write(ready_at=trainer.state.global_step, ready=time.monotonic())
 
     def on_step_end(self, trainer: Any) -> None:
         """The step."""
@@ -123,7 +117,7 @@ class _Rows(list):
 
     def __len__(self) -> int:
         if self.log is not None:
-            self.log.write(met_s=self.log.age_s())
+            self.log.write(met=time.monotonic())
             self.log = None
         return super().__len__()
 
@@ -237,7 +231,7 @@ class KilledRun:
     def _has_come(self, moment: Moment, usual: Usual) -> bool:
         life = self.lives[-1]
         if moment.event == "resume":
-            return all(life.lines(rank, "met_s") for rank in range(RANKS))
+            return all(life.lines(rank, "met") for rank in range(RANKS))
         if len(life.lines(0, "step")) < moment.step:
             return False
         if moment.event == "save":
@@ -246,7 +240,7 @@ class KilledRun:
 
     def _doing(self) -> str:
         if not self.lives[-1].lines(0, "step"):  # What an earlier life has left may still be there.
-            return "step" if all(self.lives[-1].lines(rank, "ready_s") for rank in range(RANKS)) else "resume"
+            return "step" if all(self.lives[-1].lines(rank, "ready") for rank in range(RANKS)) else "resume"
         if self._num_files_aside():
             return "save"
         if len(checkpoints(self.out)) > KEEP_LAST or any(self.out.glob(".checkpoint-*.removed")):
@@ -264,7 +258,7 @@ class KilledRun:
         """Of a run that was not killed: what the moments of another one are measured by."""
         (life,) = self.lives
         num_files = sum(len(files) for _, _, files in os.walk(checkpoints(self.out)[0]))
-        return Usual(life.value(0, "ready_s") - life.value(0, "met_s"), num_files)
+        return Usual(life.value(0, "ready") - life.value(0, "met"), num_files)
 
     def _check_checkpoints(self, before: int) -> None:
         assert self.newest_step() >= before, "a checkpoint was lost"

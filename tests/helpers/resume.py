@@ -97,7 +97,9 @@ def state_hash(trainer: Trainer) -> str:
     for name, handles in sorted(trainer.engine.state().items()):
         for key, handle in sorted(handles.items()):
             value = handle.read()
-            assert value.dim() or value.item() == trainer.state.global_step, f"{key} of {name} counts {value.item()} steps"
+            assert value.dim() or value.item() == trainer.state.global_step, (
+                f"{key} of {name} counts {value.item()} steps"
+            )
             digest.update(f"{name} {key} {value.dtype}".encode() + value.cpu().numpy().tobytes())
     for name, value in trainer.engine.full_parameters():
         digest.update(name.encode() + value.numpy().tobytes())

@@ -37,7 +37,9 @@ def test_the_weights_of_a_sharded_checkpoint_are_exported(world, tmp_path, zero,
     config["zero"] = zero
     config["checkpoint"] = {"every_steps": 2, "export": False}
     saved = world(train, 2, config)[0]
-    assert main(["export", str(tmp_path / "out" / "checkpoint-3"), "--out", str(tmp_path / "hf"), "--dtype", "fp32"]) == 0
+    assert (
+        main(["export", str(tmp_path / "out" / "checkpoint-3"), "--out", str(tmp_path / "hf"), "--dtype", "fp32"]) == 0
+    )
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
     assert largest_difference(dict(model.named_parameters()), saved) == 0
     assert AutoTokenizer.from_pretrained(tmp_path / "hf")("Paris").input_ids

@@ -8,7 +8,6 @@ from tests.helpers.resume import EVERY, STEPS, train, write_checkpoint
 from tests.helpers.world import RankFailed
 from tests.procs.test_spine import CELLS, STAGE3, deepspeed
 
-
 QUICK = ["ddp", "zero1", "zero2-cpu", "zero3"]
 """One of every way to cut and keep states; `make test-all` runs the others."""
 
@@ -49,6 +48,15 @@ def test_four_ranks_go_on_bit_for_bit(world, tmp_path, checkpoint, cell):
     sections = CELLS[cell]
     straight = world(train, 4, tmp_path / "straight", checkpoint, sections, {})
     check(straight, killed_and_resumed(world, tmp_path / "cut", 4, checkpoint, sections))
+
+
+@pytest.mark.slow
+def test_what_powersgd_owes_goes_on_bit_for_bit(world, tmp_path, checkpoint):
+    sections = {"parallel": {"engine": "ddp"}, "ddp": {"comm_hook": "powersgd", "powersgd_rank": 2}}
+    straight = world(train, 2, tmp_path / "straight", checkpoint, sections, {})
+    plain = world(train, 2, tmp_path / "plain", checkpoint, CELLS["ddp"], {})
+    assert straight[0][1] != plain[0][1], "the compression must act"
+    check(straight, killed_and_resumed(world, tmp_path / "cut", 2, checkpoint, sections))
 
 
 @pytest.mark.nvme
