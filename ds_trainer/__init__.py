@@ -9,14 +9,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ds_trainer.callbacks import Callback
+    from ds_trainer.callbacks.base import Callback
     from ds_trainer.config.io import load_config
     from ds_trainer.config.schema import RunConfig
     from ds_trainer.errors import UserError, exit_on_user_error
     from ds_trainer.trainer import Trainer
 
 _WHERE = {
-    "Callback": "ds_trainer.callbacks",
+    "Callback": "ds_trainer.callbacks.base",
     "RunConfig": "ds_trainer.config.schema",
     "Trainer": "ds_trainer.trainer",
     "UserError": "ds_trainer.errors",

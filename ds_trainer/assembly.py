@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import random
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -22,6 +21,7 @@ import torch
 from torch import nn
 
 from ds_trainer.asked_got import check_asked_is_got
+from ds_trainer.callbacks.trackers import check_trackers
 from ds_trainer.checkpoint.store import STATE, Checkpoint
 from ds_trainer.checkpoint.stored import StoredWeights
 from ds_trainer.config.launched import check_launched
@@ -35,6 +35,7 @@ from ds_trainer.data.splits import Splits
 from ds_trainer.engines.base import Engine, EngineFacts, make_engine
 from ds_trainer.engines.dtypes import TORCH_DTYPES
 from ds_trainer.errors import ConfigError, ConfigErrors
+from ds_trainer.ingredients import Ingredients
 from ds_trainer.log import warn_once
 from ds_trainer.loss import LossFunction, make_loss
 from ds_trainer.mesh.agree import agree, agreed
@@ -53,57 +54,9 @@ from ds_trainer.models.hf import is_causal_lm, load_tokenizer
 from ds_trainer.models.hub import resolve_folder
 from ds_trainer.models.source import ModuleWeights
 from ds_trainer.models.spec import ModelSpec, read_spec
-from ds_trainer.optim import LOOK_AT_WHOLE_TENSORS, make_optimizer
+from ds_trainer.optim import make_optimizer
 from ds_trainer.output import claimed
-from ds_trainer.resume import check_layout, check_model, check_run, check_world, find_checkpoint
-from ds_trainer.trackers import check_trackers
-
-
-@dataclass(frozen=True)
-class Ingredients:
-    """What the user handed to `Trainer`, beside the config."""
-
-    model: nn.Module | None = None
-    train_dataset: Any = None
-    eval_dataset: Any = None
-    processing_class: Any = None
-    data_collator: Callable | None = None
-    compute_loss_func: Callable | None = None
-    optimizer: torch.optim.Optimizer | None = None
-    scheduler: Any = None
-
-    def check(self, config: RunConfig) -> None:
-        """An optimizer of the user's needs a model of theirs, and its state must be able to live where the config says.
-
-        Raises:
-            ConfigError: It cannot.
-        """
-        offload = config.zero.offload_optimizer.device
-        if self.optimizer is not None and self.model is None:
-            raise ConfigError(
-                "Trainer(optimizers=...) holds an optimizer, and the model is not an instance",
-                "an optimizer is built on the parameters it updates",
-                "pass Trainer(model=instance, optimizers=...), or use the optimizer section of the config",
-            )
-        if self.optimizer is not None and config.parallel.engine == "deepspeed" and offload != "none":
-            raise ConfigError(
-                f"Trainer(optimizers=...) with zero.offload_optimizer.device = {offload}",
-                "offloaded state is updated by DeepSpeed's own CPU optimizer",
-                "set zero.offload_optimizer.device to none, or use the optimizer section of the config",
-            )
-        name, cut = type(self.optimizer).__name__, config.parallel.engine == "deepspeed" and config.zero.stage > 0
-        if name in LOOK_AT_WHOLE_TENSORS and cut:
-            raise ConfigError(
-                f"Trainer(optimizers=...) holds {name}, with zero.stage = {config.zero.stage}",
-                f"{name} looks at whole tensors, and ZeRO cuts them",
-                "set zero.stage to 0 or parallel.engine to ddp, or pass another optimizer",
-            )
-        if self.scheduler is not None and self.optimizer is None:
-            raise ConfigError(
-                "Trainer(optimizers=...) holds a scheduler without its optimizer",
-                "a scheduler sets the rates of the optimizer it was built on",
-                "pass both, or use the schedule section of the config",
-            )
+from ds_trainer.saving.resume import check_layout, check_model, check_run, check_world, find_checkpoint
 
 
 @dataclass(frozen=True)

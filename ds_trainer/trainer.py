@@ -12,25 +12,21 @@ from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
 import torch
 from torch import nn
 
-from ds_trainer.assembly import Ingredients, assemble
-from ds_trainer.callbacks import Callback, MetricsCallback, PlotCallback, ProgressCallback
+from ds_trainer.assembly import assemble
+from ds_trainer.callbacks.hf import adapted
+from ds_trainer.callbacks.make import built_in_callbacks
 from ds_trainer.checkpoint.export import export_model
 from ds_trainer.checkpoint.folder import remove_leftovers
 from ds_trainer.checkpoint.rng import set_rng_state
 from ds_trainer.checkpoint.room import require_room
 from ds_trainer.checkpoint.store import STATE, Checkpoint, RankState, open_checkpoint
 from ds_trainer.checkpoint.trial import trial_save
-from ds_trainer.checkpointing import best_parameters, load_checkpoint, save_checkpoint
-from ds_trainer.config.io import load_config
-from ds_trainer.config.schema import RunConfig
 from ds_trainer.data.loader import BatchLoader
 from ds_trainer.data.same import same_everywhere
-from ds_trainer.early_stopping import EarlyStoppingCallback
 from ds_trainer.errors import ConfigError
 from ds_trainer.evaluation import EvaluationResult, prediction_metrics, run_evaluation
 from ds_trainer.executors.accumulate import StepLoss, run_accumulate
-from ds_trainer.hf_callbacks import adapted
-from ds_trainer.keeper import CheckpointKeeper
+from ds_trainer.ingredients import ConfigSource, Ingredients, loaded_config
 from ds_trainer.log import get_logger, warn_once
 from ds_trainer.mesh import signals
 from ds_trainer.mesh.agree import agree, agreed
@@ -39,14 +35,14 @@ from ds_trainer.mesh.signals import StopRequested
 from ds_trainer.metrics import EvalMetrics, WindowMean
 from ds_trainer.non_finite import NonFinitePolicy
 from ds_trainer.optim import lr_factor
-from ds_trainer.output import METRICS, MODEL, claimed, set_aside_earlier_run
-from ds_trainer.snapshot import put_back, take_snapshot
+from ds_trainer.output import MODEL, claimed, set_aside_earlier_run
+from ds_trainer.saving.keeper import CheckpointKeeper
+from ds_trainer.saving.run_state import best_parameters, load_checkpoint, save_checkpoint
+from ds_trainer.saving.snapshot import put_back, take_snapshot
 from ds_trainer.state import TrainerControl, TrainerState
-from ds_trainer.trackers import TrackerCallback
 
 P = ParamSpec("P")
 R = TypeVar("R")
-ConfigSource = str | Path | dict | RunConfig | tuple[RunConfig, dict[str, str]]
 
 
 def _guarded(method: Callable[Concatenate[Trainer, P], R]) -> Callable[Concatenate[Trainer, P], R]:
@@ -96,7 +92,7 @@ class Trainer:
         optimizers: tuple[torch.optim.Optimizer | None, Any | None] = (None, None),
     ) -> None:
         callbacks = adapted(callbacks)
-        run_config, origins = _loaded(config, model)
+        run_config, origins = loaded_config(config, model)
         optimizer, self.lr_scheduler = optimizers
         self.optimizer_is_given = optimizer is not None
         given = Ingredients(
@@ -115,7 +111,7 @@ class Trainer:
         self.engine = self.run.engine
         self.is_world_process_zero = self.run.mesh.grid.rank == 0
         self.state = TrainerState(max_steps=self.planned_steps())
-        self.callbacks = [*self._built_in_callbacks(), *callbacks]
+        self.callbacks = [*built_in_callbacks(self.config, self.is_world_process_zero), *callbacks]
         self.control = TrainerControl()
         self._compute_metrics = compute_metrics
         self._base_lrs = [group["lr"] for group in self.engine.param_groups()]
@@ -138,19 +134,6 @@ class Trainer:
         sampler, run = self.run.train_loader.sampler, self.config.run
         bounds = [run.max_steps, sampler.steps_of(run.epochs) if run.epochs is not None else None]
         return min(bound for bound in bounds if bound is not None)
-
-    def _built_in_callbacks(self) -> list[Callback]:
-        config, folder = self.config, Path(self.config.run.output_dir)
-        built_in: list[Callback] = []
-        if config.evaluation.early_stopping_patience is not None:
-            built_in.append(EarlyStoppingCallback(config.evaluation))
-        if config.logging.report_to:
-            built_in.append(TrackerCallback())
-        if self.is_world_process_zero:
-            built_in += [ProgressCallback(config.logging.progress_bar), MetricsCallback(folder / METRICS)]
-            if config.logging.plots:
-                built_in.append(PlotCallback(folder / METRICS, folder))
-        return built_in
 
     def train(self) -> TrainerState:
         """Runs every step, the evaluations, and the export at the end.
@@ -486,14 +469,3 @@ class Trainer:
     def _call(self, event: str, *args: Any) -> None:
         for callback in self.callbacks:
             getattr(callback, event)(self, *args)
-
-
-def _loaded(config: ConfigSource | None, model: Any) -> tuple[RunConfig, dict[str, str]]:
-    """The config and where its keys come from; a checkpoint handed as `model` replaces `model.path`."""
-    run_config, origins = config if isinstance(config, tuple) else load_config({} if config is None else config)
-    if isinstance(model, str | Path):
-        said = f" (instead of {run_config.model.path})" if run_config.model.path else ""
-        section = run_config.model.model_copy(update={"path": str(model)})
-        run_config = run_config.model_copy(update={"model": section})
-        origins = origins | {"model.path": f"Trainer(model=...){said}"}
-    return run_config, origins

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from ds_trainer.callbacks.progress import summary
 from ds_trainer.cli import _parser as command_parser
 from ds_trainer.cli import main
 from ds_trainer.cli.train import config_from_arguments, parse_train_arguments
@@ -21,7 +22,6 @@ from ds_trainer.config.io import load_config
 from ds_trainer.config.keys import leaf_fields
 from ds_trainer.metrics import StepMetrics, read_metrics
 from ds_trainer.planner.memory import bytes_per_parameter
-from ds_trainer.progress import summary
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()

@@ -15,7 +15,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from ds_trainer.callbacks import Callback
+from ds_trainer.callbacks.base import Callback
 from ds_trainer.checkpoint.folder import MANIFEST, checkpoints, file_faults, manifest_faults, step_of
 from ds_trainer.metrics import read_metrics
 from ds_trainer.trainer import Trainer

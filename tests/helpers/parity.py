@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
 
-from ds_trainer.callbacks import Callback
+from ds_trainer.callbacks.base import Callback
 from ds_trainer.data.loader import pad_collate
 from ds_trainer.data.sampler import GlobalBatchSampler
 from tests.helpers.tiny import samples, tiny_llama

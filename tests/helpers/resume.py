@@ -8,7 +8,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from ds_trainer.callbacks import Callback
+from ds_trainer.callbacks.base import Callback
 from ds_trainer.trainer import Trainer
 from tests.helpers.parity import collate, rows
 from tests.helpers.tiny import tiny_llama

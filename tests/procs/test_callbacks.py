@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ds_trainer.callbacks import Callback
+from ds_trainer.callbacks.base import Callback
 from ds_trainer.metrics import read_metrics
 from tests.helpers.runs import D8, make_trainer
 from tests.procs.test_trackers import scalars

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ds_trainer.callbacks import Callback
+from ds_trainer.callbacks.base import Callback
 from ds_trainer.cli import main
 from ds_trainer.trainer import Trainer
 from tests.helpers.checkpoints import make_checkpoint

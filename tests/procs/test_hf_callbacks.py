@@ -8,7 +8,7 @@ import io
 import pytest
 from transformers import EarlyStoppingCallback, PrinterCallback, ProgressCallback, TrainerCallback, TrainerState
 
-from ds_trainer.callbacks import Callback
+from ds_trainer.callbacks.base import Callback
 from ds_trainer.errors import ConfigError
 from ds_trainer.metrics import EvalMetrics
 from tests.helpers.runs import D8, make_trainer

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ds_trainer.callbacks import Callback
+from ds_trainer.callbacks.base import Callback
 from ds_trainer.metrics import read_metrics
 from tests.helpers.runs import D8, make_trainer
 from tests.helpers.tiny import oracle, samples, tiny_llama

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from ds_trainer.callbacks import Callback
+from ds_trainer.callbacks.base import Callback
 from ds_trainer.engines.measure import storage_bytes
 from ds_trainer.planner.needs import row_of
 from tests.helpers.runs import make_trainer

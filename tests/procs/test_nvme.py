@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from ds_trainer import log
-from ds_trainer.callbacks import Callback
+from ds_trainer.callbacks.base import Callback
 from ds_trainer.errors import EngineError, MachineError
 from ds_trainer.planner.needs import row_of
 from tests.helpers.runs import make_trainer, weights

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from ds_trainer.callbacks import Callback
+from ds_trainer.callbacks.base import Callback
 from tests.helpers.runs import D8, ENGINES, make_trainer, weights
 from tests.helpers.tiny import oracle, tiny_llama
 

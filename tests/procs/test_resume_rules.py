@@ -7,7 +7,7 @@ import logging
 import pytest
 import torch
 
-from ds_trainer.callbacks import Callback
+from ds_trainer.callbacks.base import Callback
 from ds_trainer.errors import CheckpointError, ConfigError
 from ds_trainer.log import get_logger
 from tests.helpers.runs import D8, largest_difference, make_trainer, weights

@@ -6,7 +6,7 @@ import resource
 
 import pytest
 
-from ds_trainer.callbacks import Callback
+from ds_trainer.callbacks.base import Callback
 from ds_trainer.checkpoint.folder import file_faults, manifest_faults
 from ds_trainer.errors import MachineError
 from tests.helpers.runs import make_trainer

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from ds_trainer.callbacks import Callback
+from ds_trainer.callbacks.base import Callback
 from ds_trainer.errors import MachineError
 from tests.helpers.runs import ENGINES, make_trainer, weights
 from tests.helpers.tiny import tiny_llama

@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from ds_trainer.callbacks import Callback
+from ds_trainer.callbacks.base import Callback
 from ds_trainer.mesh.signals import EXIT_CODE
 from tests.helpers.runs import D8, make_trainer
 from tests.helpers.tiny import tiny_llama

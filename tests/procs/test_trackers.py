@@ -14,7 +14,7 @@ import accelerate.tracking
 import pytest
 from accelerate.state import PartialState
 
-from ds_trainer import trackers
+from ds_trainer.callbacks import trackers
 from ds_trainer.config.schema import LoggingConfig
 from ds_trainer.errors import ConfigError, MachineError
 from ds_trainer.metrics import StepMetrics

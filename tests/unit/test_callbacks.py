@@ -1,6 +1,6 @@
 """Callbacks' states by class name."""
 
-from ds_trainer.callbacks import Callback, restore_states, states_of
+from ds_trainer.callbacks.base import Callback, restore_states, states_of
 
 
 class Counter(Callback):

@@ -7,7 +7,7 @@ import pytest
 from ds_trainer.checkpoint import room
 from ds_trainer.config.schema import RunConfig
 from ds_trainer.errors import MachineError
-from ds_trainer.keeper import CheckpointKeeper
+from ds_trainer.saving.keeper import CheckpointKeeper
 from ds_trainer.state import TrainerState
 
 Usage = namedtuple("Usage", "free")

@@ -6,10 +6,10 @@ import json
 import pytest
 from transformers import TrainingArguments
 
+from ds_trainer.callbacks.hf_arguments import SAME, Arguments
 from ds_trainer.config.keys import FOREIGN_SPELLINGS, leaf_fields
 from ds_trainer.config.schema import RunConfig
 from ds_trainer.errors import ConfigError
-from ds_trainer.hf_arguments import SAME, Arguments
 from ds_trainer.mesh.grid import Grid
 
 PROPERTIES = {"process_index", "local_process_index", "world_size"}

@@ -2,9 +2,9 @@ import io
 
 import pytest
 
+from ds_trainer.callbacks.progress import PLAIN_LINE_EVERY_S, Progress, summary
 from ds_trainer.log import get_logger
 from ds_trainer.metrics import StepMetrics
-from ds_trainer.progress import PLAIN_LINE_EVERY_S, Progress, summary
 
 NUMBERS = {"lr": 2e-5, "grad_norm": 1.25, "num_tokens": 500, "tokens": 1000, "tokens_per_s": 1234.0}
 TIMES = {"samples_per_s": 8.0, "step_s": 2.0, "input_wait_s": 0.5}

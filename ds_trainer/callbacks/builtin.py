@@ -1,89 +1,17 @@
-"""The callback protocol, named as transformers' `TrainerCallback`, and the built-in callbacks."""
+"""The callbacks that print, write and draw a run."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from ds_trainer.log import get_logger, warn_once
+from ds_trainer.callbacks.base import Callback
+from ds_trainer.callbacks.progress import Progress
+from ds_trainer.log import get_logger
 from ds_trainer.metrics import EvalMetrics, MetricsWriter, StepMetrics
-from ds_trainer.progress import Progress
 
 if TYPE_CHECKING:
     from ds_trainer.trainer import Trainer
-
-
-class Callback:
-    """Base class: every method does nothing. All ranks call every method; `trainer.control` takes what it asks for."""
-
-    def on_init_end(self, trainer: Trainer) -> None:
-        """After the Trainer has been put together."""
-
-    def on_train_begin(self, trainer: Trainer) -> None:
-        """Before the first step; a resumed run has its checkpoint's state by now."""
-
-    def on_step_begin(self, trainer: Trainer) -> None:
-        """Before a step's first forward pass."""
-
-    def on_pre_optimizer_step(self, trainer: Trainer) -> None:
-        """After the last backward pass, before clipping and the update; gradients are whole here."""
-
-    def on_step_end(self, trainer: Trainer) -> None:
-        """After every optimizer step; `trainer.state` holds its loss and gradient norm."""
-
-    def on_log(self, trainer: Trainer, metrics: StepMetrics) -> None:
-        """After every `logging.every_steps` steps, with the token-weighted loss of that window."""
-
-    def on_prediction_step(self, trainer: Trainer) -> None:
-        """After each forward pass of an evaluation or a prediction."""
-
-    def on_evaluate(self, trainer: Trainer, metrics: EvalMetrics) -> None:
-        """After an evaluation; `trainer.state` still holds the best metric of the evaluations before."""
-
-    def on_predict(self, trainer: Trainer, metrics: dict[str, float]) -> None:
-        """After a prediction."""
-
-    def on_save(self, trainer: Trainer, folder: Path) -> None:
-        """After a checkpoint has been saved whole."""
-
-    def on_epoch_begin(self, trainer: Trainer) -> None:
-        """Before the first step of an epoch."""
-
-    def on_epoch_end(self, trainer: Trainer) -> None:
-        """After the last step of an epoch."""
-
-    def on_train_end(self, trainer: Trainer) -> None:
-        """After the last step; not where a signal or an error ended the training."""
-
-    def close(self) -> None:
-        """Releases what the callback holds, however the training ended."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs of the callback, as JSON; rank 0's is saved in every checkpoint."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes back, on every rank and before `on_train_begin`, what `state_dict` returned."""
-
-
-def states_of(callbacks: Sequence[Callback]) -> dict[str, list[dict[str, Any]]]:
-    """Class name -> the states of the callbacks of that class, in their order; those without a state are left out."""
-    states: dict[str, list[dict[str, Any]]] = {}
-    for callback in callbacks:
-        if state := callback.state_dict():
-            states.setdefault(type(callback).__name__, []).append(state)
-    return states
-
-
-def restore_states(callbacks: Sequence[Callback], states: Mapping[str, Sequence[dict[str, Any]]]) -> None:
-    """Gives every callback the state that `states_of` took of one of its class, in the same order."""
-    left = {name: list(each) for name, each in states.items()}
-    for callback in callbacks:
-        if left.get(type(callback).__name__):
-            callback.load_state_dict(left[type(callback).__name__].pop(0))
-    if unused := [name for name, each in left.items() if each]:
-        warn_once(f"the checkpoint holds a state of {', '.join(unused)}, which this run does not have")
 
 
 class MetricsCallback(Callback):

@@ -19,10 +19,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from ds_trainer.callbacks import Callback
+from ds_trainer.callbacks.base import Callback
+from ds_trainer.callbacks.hf_arguments import Arguments
+from ds_trainer.callbacks.hf_logs import hf_logs
 from ds_trainer.errors import ConfigError
-from ds_trainer.hf_arguments import Arguments
-from ds_trainer.hf_logs import hf_logs
 from ds_trainer.metrics import EvalMetrics, StepMetrics
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from ds_trainer.callbacks import restore_states, states_of
+from ds_trainer.callbacks.base import restore_states, states_of
 
 if TYPE_CHECKING:
     from ds_trainer.trainer import Trainer

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from ds_trainer.best_metric import is_better, metric_value
-from ds_trainer.callbacks import Callback
+from ds_trainer.callbacks.base import Callback
 from ds_trainer.config.schema import EvaluationConfig
 from ds_trainer.log import get_logger
 from ds_trainer.metrics import EvalMetrics
+from ds_trainer.saving.best_metric import is_better, metric_value
 
 if TYPE_CHECKING:
     from ds_trainer.trainer import Trainer

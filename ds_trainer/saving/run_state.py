@@ -22,7 +22,7 @@ from ds_trainer.errors import CheckpointError
 from ds_trainer.executors.accumulate import to_device
 from ds_trainer.log import rank
 from ds_trainer.mesh.agree import agreed
-from ds_trainer.resume import describe_layout
+from ds_trainer.saving.resume import describe_layout
 
 _BUFFER, _ENGINE = "buffer.", "engine."
 

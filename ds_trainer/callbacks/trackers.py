@@ -12,11 +12,11 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ds_trainer.callbacks import Callback
+from ds_trainer.callbacks.base import Callback
+from ds_trainer.callbacks.hf_logs import by_phase, hf_logs
 from ds_trainer.config.keys import leaf_values
 from ds_trainer.config.schema import LoggingConfig, RunConfig
 from ds_trainer.errors import ConfigError, MachineError
-from ds_trainer.hf_logs import by_phase, hf_logs
 from ds_trainer.log import get_logger, warn_once
 from ds_trainer.mesh.agree import agreed
 from ds_trainer.mesh.patience import patience
