@@ -1,6 +1,6 @@
 # make train   fine-tunes a real checkpoint on this machine's GPUs, or on its CPU
-# make test    runs the tests; `make test-all` those that start real launchers
-# Both set up .venv first where it is missing.
+# make test    runs the tests; `make test-all` the slow ones, which start real launchers; `make kill-test` kills runs
+# Each sets up .venv first where it is missing.
 
 PYTHON ?= python3
 VENV := $(CURDIR)/.venv
