@@ -105,12 +105,4 @@ def exit_on_user_error(debug: bool = False) -> Iterator[None]:
         if not same_everywhere or local_rank() == 0:
             notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", []))
             print(f"\nerror: {error}{notes}", file=sys.stderr, flush=True)
-        _leave_process_group()
         sys.exit(error.exit_code)
-
-
-def _leave_process_group() -> None:
-    """Ends the group's threads, if torch is loaded: left to the interpreter's end they sometimes abort the process."""
-    distributed = sys.modules.get("torch.distributed")
-    if distributed is not None and distributed.is_initialized():
-        distributed.destroy_process_group()

@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     config = config_from_arguments(args)
     if args.nproc is not None:
         return run_ranks(_command_of_a_rank(args), args.nproc)
-    from ds_trainer.trainer import Trainer  # Loads torch, which takes seconds: a wrong config is told before.
+    from ds_trainer import Trainer  # Loads torch, which takes seconds: a wrong config is told before.
 
     trainer = Trainer(config=config)
     trainer.train()

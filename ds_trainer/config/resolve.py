@@ -77,7 +77,7 @@ def resolve(
         config=complete,
         machine=machine,
         data_ranks=data_ranks,
-        optimizer_implementation=_implementation(complete, machine),
+        optimizer_implementation=_implementation(complete),
         reasons=reasons,
         warnings=tuple(_warnings(complete, origins, machine)),
     )
@@ -183,12 +183,12 @@ def _open_reasons(config: RunConfig) -> dict[str, str]:
     return reasons
 
 
-def _implementation(config: RunConfig, machine: Machine) -> Implementation:
+def _implementation(config: RunConfig) -> Implementation:
     name = config.optimizer.name
     offloaded = config.parallel.engine == "deepspeed" and config.zero.offload_optimizer.device != "none"
     if offloaded:
         return "deepspeed_cpu" if name in ("adamw", "adam", "lion") else "torch"
-    return "torch_fused" if machine.device == "cuda" and name in ("adamw", "adam", "sgd") else "torch"
+    return "torch_fused" if name in ("adamw", "adam", "sgd") else "torch"
 
 
 def _warnings(config: RunConfig, origins: Mapping[str, str], machine: Machine) -> list[str]:

@@ -7,6 +7,7 @@ losses arrive already divided by the step's label tokens, so DeepSpeed's own div
 from __future__ import annotations
 
 import io
+import os
 import uuid
 import warnings
 from collections.abc import Iterator, Mapping
@@ -106,7 +107,8 @@ class DeepSpeedEngine:
         """
         trainable = [(n, p) for n, p in self._model.named_parameters() if p.requires_grad]
         recorder = ReadRecorder(self.native)
-        with redirect_stdout(io.StringIO()):  # Some of its optimizers print the machine's memory as they are built.
+        # Some of its optimizers print the machine's memory as they are built.
+        with _without_compiler(), redirect_stdout(io.StringIO()):
             self.module, *_ = deepspeed.initialize(
                 model=self._model, optimizer=make_optimizer(trainable), config=recorder, dist_init_required=False
             )
@@ -291,6 +293,24 @@ class DeepSpeedEngine:
             self.module.destroy()
         for swap in self._swaps:
             swap.close()
+
+
+@contextmanager
+def _without_compiler() -> Iterator[None]:
+    """Makes `torch.compile` a no-op meanwhile.
+
+    Under ZeRO DeepSpeed imports its Muon to compare types, and the decorators of Muon's kernels load all of inductor:
+    0.8 s. No run uses those kernels, since Muon looks at whole tensors.
+    """
+    name = "TORCHDYNAMO_DISABLE"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[name]
+        if before is not None:
+            os.environ[name] = before
 
 
 def _quieten() -> None:

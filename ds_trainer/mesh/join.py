@@ -18,7 +18,7 @@ from ds_trainer.mesh.grid import Grid
 JOIN_TIMEOUT = timedelta(minutes=5)
 """Ranks that start together load torch within minutes of one another, even from a cold network drive."""
 
-_POLL_S = 0.1
+_POLL_S = 0.02
 _SILENCE_S = 10.0
 _STRANGER_S = 15.0
 """Who accepts a connection and answers nothing for so long is no store; torch itself would wait without end."""

@@ -167,7 +167,7 @@ def test_host_memory_is_pinned_with_a_gpu_only():
     "raw, machine, implementation",
     [
         ({}, GPU, "torch_fused"),
-        ({}, CPU, "torch"),
+        ({}, CPU, "torch_fused"),
         ({"optimizer": {"name": "lion"}}, GPU, "torch"),
         ({"zero": {"offload_optimizer": {"device": "cpu"}}}, GPU, "deepspeed_cpu"),
         ({"zero": {"offload_optimizer": {"device": "cpu"}}, "optimizer": {"name": "sgd"}}, GPU, "torch"),
