@@ -75,6 +75,8 @@ class Run:
     facts: EngineFacts
     export_dtype: torch.dtype
     """Format of the exported weights: the config's, or that of the checkpoint or instance the run began with."""
+    data_probes: tuple[str | None, ...] | None
+    """Digests of the first, middle and last training sample; None where they cannot be compared."""
     num_trained: int
     """Elements of the parameters that are trained."""
     checkpoint: Checkpoint | None
@@ -120,11 +122,11 @@ def _assemble_on(mesh: Mesh, machine: Machine, config: RunConfig, origins: dict[
         splits = _splits(resolved, given, tokenizer, spec, grid)
         train_loader, eval_loader = splits.train(given.train_dataset), splits.eval(given.eval_dataset)
     _stop_if_asked(mesh)
-    same_everywhere(train_loader, mesh, "train")
+    probes = same_everywhere(train_loader, mesh, "train")
     same_everywhere(eval_loader, mesh, "eval")
     with agreed(mesh, "the model"):
         if checkpoint is not None and whole and train_loader is not None:
-            check_run(checkpoint, resolved, checkpoint.json(STATE), train_loader.sampler.num_samples)
+            check_run(checkpoint, resolved, checkpoint.json(STATE), train_loader.sampler.num_samples, probes)
         model, weights = build_model(resolved.config, given.model, spec, tokenizer)
         smoothing = resolved.config.loss.label_smoothing
         loss = make_loss(type(model).__name__, is_causal_lm(model), smoothing, given.compute_loss_func)
@@ -158,6 +160,7 @@ def _assemble_on(mesh: Mesh, machine: Machine, config: RunConfig, origins: dict[
         eval_loader,
         facts,
         export_dtype,
+        probes,
         sum(map(prod, trained.values())),
         checkpoint if whole else None,
     )

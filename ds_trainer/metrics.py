@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
+from errno import ENOSPC
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -173,12 +175,18 @@ class MetricsWriter:
         aside = path.with_name(f".{path.name}.partial")
         aside.write_text("".join(map(_as_text, history)), encoding="utf-8")
         aside.replace(path)  # Killed in between, the run before still has its lines.
-        self._file = path.open("a", encoding="utf-8")
+        # Unbuffered: what a full disk did not take must not wait for a later line, or for the end.
+        self._file = path.open("ab", buffering=0)
 
     def write(self, metrics: StepMetrics | EvalMetrics) -> None:
-        """Appends one line."""
-        self._file.write(_as_text(metrics))
-        self._file.flush()
+        """Appends one line.
+
+        Raises:
+            OSError: The disk did not take all of it.
+        """
+        line = _as_text(metrics).encode()
+        if self._file.write(line) < len(line):
+            raise OSError(ENOSPC, os.strerror(ENOSPC))
 
     def close(self) -> None:
         """Closes the file."""

@@ -23,13 +23,14 @@ from ds_trainer.checkpoint.store import STATE, Checkpoint, RankState, open_check
 from ds_trainer.checkpoint.trial import trial_save
 from ds_trainer.data.loader import BatchLoader
 from ds_trainer.data.same import same_everywhere
-from ds_trainer.errors import ConfigError
+from ds_trainer.errors import ConfigError, UserError
 from ds_trainer.evaluation import EvaluationResult, prediction_metrics, run_evaluation
 from ds_trainer.executors.accumulate import StepLoss, run_accumulate
 from ds_trainer.ingredients import ConfigSource, Ingredients, loaded_config
 from ds_trainer.log import get_logger, warn_once
 from ds_trainer.mesh import signals
 from ds_trainer.mesh.agree import agree, agreed
+from ds_trainer.mesh.arrival import part_together
 from ds_trainer.mesh.memory import peak_memory_bytes
 from ds_trainer.mesh.signals import StopRequested
 from ds_trainer.metrics import EvalMetrics, WindowMean
@@ -37,6 +38,7 @@ from ds_trainer.non_finite import NonFinitePolicy
 from ds_trainer.optim import lr_factor
 from ds_trainer.output import MODEL, claimed, set_aside_earlier_run
 from ds_trainer.saving.keeper import CheckpointKeeper
+from ds_trainer.saving.resume import check_length
 from ds_trainer.saving.run_state import best_parameters, load_checkpoint, save_checkpoint
 from ds_trainer.saving.snapshot import put_back, take_snapshot
 from ds_trainer.state import TrainerControl, TrainerState
@@ -147,12 +149,18 @@ class Trainer:
                 "training needs data.train or Trainer(train_dataset=...)",
                 "set data.train to json, jsonl or parquet files",
             )
+        ends_together = False
         try:
             with signals.listening(), self.run.mesh.monitor.guard(), self._output_folder():
                 self._train()
+        except (UserError, StopRequested) as error:
+            ends_together = isinstance(error, StopRequested) or error.agreed
+            raise
         finally:  # After the guard: a tracker that is slow to end does not keep an error from the other ranks.
             for callback in self.callbacks:
                 callback.close()
+            if ends_together:
+                part_together(self.run.mesh, "the end of train()")
         return self.state
 
     @contextmanager
@@ -283,7 +291,8 @@ class Trainer:
         agreement = agree(self.run.mesh, f"the end of step {self.state.global_step}", *asked)
         wishes = TrainerControl(*(count > 0 for count in agreement.sums))
         self._stop_signal |= agreement.stop
-        if wishes.should_training_stop:
+        if wishes.should_training_stop and not self._is_done():
+            get_logger().info("a callback ends the training after step %d", self.state.global_step)
             self.state.max_steps = self.state.global_step
         return wishes
 
@@ -384,6 +393,7 @@ class Trainer:
         snapshot = checkpoint.json(STATE)
         self._random = load_checkpoint(self.run, checkpoint, snapshot)
         put_back(self, snapshot)
+        check_length(checkpoint, self.state)
         self._keeper.saved_step = self.state.global_step
         if self._is_done():
             text = "%s is the end of a finished run of %d steps: nothing is left to train"

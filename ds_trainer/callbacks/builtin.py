@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ds_trainer.callbacks.base import Callback
 from ds_trainer.callbacks.progress import Progress
-from ds_trainer.log import get_logger
+from ds_trainer.log import get_logger, warn_once
 from ds_trainer.metrics import EvalMetrics, MetricsWriter, StepMetrics
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ class MetricsCallback(Callback):
     def __init__(self, path: Path) -> None:
         self._path = path
         self._writer: MetricsWriter | None = None
+        self._lacks_lines = False
 
     def on_train_begin(self, trainer: Trainer) -> None:
         """Opens the file; a resumed run's begins with the lines up to its checkpoint."""
@@ -31,15 +32,31 @@ class MetricsCallback(Callback):
 
     def on_log(self, trainer: Trainer, metrics: StepMetrics) -> None:
         """Writes a training line."""
-        self._write(metrics)
+        self._write(trainer, metrics)
 
     def on_evaluate(self, trainer: Trainer, metrics: EvalMetrics) -> None:
         """Writes an evaluation line, if it belongs to a training run."""
-        self._write(metrics)
+        self._write(trainer, metrics)
 
-    def _write(self, metrics: StepMetrics | EvalMetrics) -> None:
-        if self._writer is not None:
-            self._writer.write(metrics)
+    def on_train_end(self, trainer: Trainer) -> None:
+        """Writes what a full disk did not take."""
+        if self._lacks_lines:
+            self._write(trainer, None)
+
+    def _write(self, trainer: Trainer, metrics: StepMetrics | EvalMetrics | None) -> None:
+        """Writes a line, or, after one that failed, all of them: the run itself does not end for its metrics."""
+        if self._writer is None:
+            return
+        try:
+            if self._lacks_lines or metrics is None:
+                self._writer.close()
+                self._writer = MetricsWriter(self._path, trainer.state.log_history)
+                self._lacks_lines = False
+            else:
+                self._writer.write(metrics)
+        except OSError as error:
+            self._lacks_lines = True
+            warn_once(f"{self._path} cannot be written ({error}): its lines follow when the disk takes them")
 
     def close(self) -> None:
         """Closes the file."""

@@ -116,13 +116,18 @@ def remove_leftovers(output_dir: Path) -> None:
 def manifest_faults(folder: Path) -> tuple[dict[str, dict], list[str]]:
     """The files that a checkpoint's manifest lists, and what is wrong with the manifest itself."""
     path = folder / MANIFEST
+    if not folder.is_dir():
+        return {}, [f"{folder} is a file" if folder.exists() else f"{folder} does not exist"]
+    if not path.exists():
+        return {}, [f"{path} is missing{_looks_like(folder)}"]
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
-        found, step, files = manifest["format"], manifest["step"], dict(manifest["files"])
-    except FileNotFoundError:
-        return {}, [f"{path} is missing"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError) as error:
         return {}, [f"{path} cannot be read ({error})"]
+    parts = ("format", "step", "files")
+    if not isinstance(manifest, dict) or set(parts) - set(manifest) or not isinstance(manifest["files"], dict):
+        return {}, [f"{path} is no manifest, which has {', '.join(parts)}"]
+    found, step, files = (manifest[part] for part in parts)
     if found != FORMAT:
         return {}, [f"{path} is of format {found}, this version reads {FORMAT}"]
     if _NAME.fullmatch(folder.name) and step != step_of(folder):
@@ -131,6 +136,17 @@ def manifest_faults(folder: Path) -> tuple[dict[str, dict], list[str]]:
     if strangers or not files:
         return {}, [f"{path} lists {', '.join(strangers) or 'no files'}"]
     return files, []
+
+
+def _looks_like(folder: Path) -> str:
+    """What a folder that is no checkpoint seems to be, in words."""
+    if inside := checkpoints(folder):
+        return f"; the folder holds {', '.join(path.name for path in inside)}: name one of them"
+    if (folder / "latest").exists() or any(folder.glob("global_step*")):
+        return "; it looks like a checkpoint of DeepSpeed's own, which is pickled and is not read"
+    if (folder / "config.json").exists():
+        return "; it looks like a Hugging Face folder, which belongs in model.path"
+    return ""
 
 
 def file_faults(folder: Path, files: dict[str, dict], names: Iterable[str]) -> list[str]:

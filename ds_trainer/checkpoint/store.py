@@ -239,7 +239,7 @@ def open_checkpoint(folder: Path, mesh: Mesh | None) -> Checkpoint:
         error = CheckpointError(
             f"{folder} is no whole checkpoint: {'; '.join(faults)}",
             "every file of a checkpoint is what its manifest says",
-            "set checkpoint.resume to auto, which takes the newest whole one, or to another checkpoint",
+            "name another checkpoint; checkpoint.resume = auto takes the newest whole one",
         )
         error.agreed = True
         raise error

@@ -20,8 +20,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code; a `UserError` exits with 2 and its text on stderr.
     """
     args = _parser().parse_args(argv)
-    with exit_on_user_error(args.debug):
-        return import_module(args.handler).run(args)
+    try:
+        with exit_on_user_error(args.debug):
+            return import_module(args.handler).run(args)
+    except KeyboardInterrupt:
+        return 130  # As a shell reports it; a run that has begun ends in good order by itself.
 
 
 def _parser() -> argparse.ArgumentParser:

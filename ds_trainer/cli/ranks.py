@@ -22,15 +22,15 @@ from ds_trainer.mesh.signals import EXIT_CODE, SIGNALS
 from ds_trainer.mesh.slurm import slurm_grid, started_by_srun
 
 _POLL_S = 0.1
-_GRACE_S = 60.0
-"""Once a rank has failed, the others notice within 30 s and end with words of their own."""
+_GRACE_S = 20.0
+"""Once a rank has failed, the others notice within seconds, unless they have not met it yet."""
 
 
 def run_ranks(command: Sequence[str], nproc: int, environ: Mapping[str, str] = os.environ) -> int:
     """Runs a command on `nproc` ranks.
 
-    SIGINT, SIGTERM and SIGUSR1 are passed on to every rank, which is then waited for as long as it takes: ranks save a
-    checkpoint before they end.
+    SIGINT, SIGTERM, SIGUSR1 and SIGHUP are passed on to every rank, which is then waited for as long as it takes: ranks
+    save a checkpoint before they end.
 
     Args:
         command: The command line of a rank.
@@ -51,7 +51,8 @@ def run_ranks(command: Sequence[str], nproc: int, environ: Mapping[str, str] = o
         for rank in ranks:
             rank.send_signal(number)
 
-    before = {number: signal.signal(number, forward) for number in SIGNALS}
+    heard = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, forward) for number in heard}
     try:
         for number in range(nproc):
             launch = Launch(Grid(nproc, number, number, nproc), "127.0.0.1", port)
@@ -69,6 +70,7 @@ def _wait(ranks: list[subprocess.Popen]) -> int:
     while any([rank.poll() is None for rank in ranks]):
         if not code and (code := _first_failure(ranks)) not in (0, EXIT_CODE):
             deadline = time.monotonic() + _GRACE_S
+            _tell_of_signal(ranks)
         if time.monotonic() > deadline:
             left = [number for number, rank in enumerate(ranks) if rank.returncode is None]
             get_logger().error("ranks %s did not end within %.0f s after another one failed: killed", left, _GRACE_S)
@@ -77,6 +79,14 @@ def _wait(ranks: list[subprocess.Popen]) -> int:
             break
         time.sleep(_POLL_S)
     return code or _first_failure(ranks)
+
+
+def _tell_of_signal(ranks: list[subprocess.Popen]) -> None:
+    """Says which rank was killed: such a one has no words of its own."""
+    for number, rank in enumerate(ranks):
+        if (rank.returncode or 0) < 0:
+            name = signal.Signals(-rank.returncode).name
+            get_logger().error("rank %d was ended by %s", number, name)
 
 
 def _first_failure(ranks: list[subprocess.Popen]) -> int:

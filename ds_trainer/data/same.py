@@ -32,7 +32,7 @@ class _Seen:
     probes: tuple[str | None, ...] | None = None
 
 
-def same_everywhere(loader: BatchLoader | None, mesh: Mesh, what: str) -> None:
+def same_everywhere(loader: BatchLoader | None, mesh: Mesh, what: str) -> tuple[str | None, ...] | None:
     """Refuses data sets that differ between ranks in length or in the samples at their ends and middle.
 
     Comm: over the data ranks, an agreement that all can read their samples, and one gather of about 200 bytes.
@@ -42,11 +42,12 @@ def same_everywhere(loader: BatchLoader | None, mesh: Mesh, what: str) -> None:
         mesh: This rank's place.
         what: `train`, `eval` or `test`, for the text.
 
+    Returns:
+        Digests of the first, middle and last sample; None where there is no data or they cannot be compared.
+
     Raises:
         UserError: They differ, or a rank cannot read a sample; on every rank.
     """
-    if mesh.grid.dp_size == 1:
-        return
     with agreed(mesh, f"the look at data.{what}"):
         mine = _Seen(None) if loader is None else _look_at(loader.maker)
     seen: list[_Seen] = mesh.gather_objects(mine)
@@ -56,6 +57,7 @@ def same_everywhere(loader: BatchLoader | None, mesh: Mesh, what: str) -> None:
     if None not in (probes := [one.probes for one in seen]) and len(set(probes)) > 1:
         others = [i for i, one in enumerate(probes) if one != probes[0]]
         raise _differ(f"data.{what} holds other samples on ranks {others} than on rank 0")
+    return mine.probes
 
 
 def _differ(found: str) -> DataError:

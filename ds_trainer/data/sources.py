@@ -12,6 +12,7 @@ from typing import Any
 import pyarrow.parquet as pq
 from pyarrow import ArrowInvalid
 
+from ds_trainer.data.failure import noted
 from ds_trainer.errors import DataError
 
 Record = Mapping[str, Any]
@@ -105,7 +106,10 @@ def _open_dataset(dataset: Any, what: str) -> Source:
     require_map_style(dataset, what)
 
     def records() -> Iterator[tuple[Record, Origin]]:
-        return ((dataset[i], f"{what} sample {i}") for i in range(len(dataset)))
+        for i in range(len(dataset)):
+            with noted(f"while reading sample {i} of data.{what}"):
+                record = dataset[i]
+            yield record, f"{what} sample {i}"
 
     # datasets.Dataset keeps the hash of its content; anything else is hashed record by record.
     fingerprint = getattr(dataset, "_fingerprint", None) or _digest(

@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
+import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from ds_trainer.errors import UserError
@@ -14,6 +15,7 @@ from ds_trainer.mesh.mesh import Mesh
 from ds_trainer.mesh.patience import patience
 
 _POLL_S = 0.05
+_PARTING_S = 20.0
 _visits: Counter[str] = Counter()
 
 
@@ -39,12 +41,21 @@ def awaited(mesh: Mesh, place: str) -> Iterator[None]:
         _await_all(mesh.grid.world, place)
 
 
-def _await_all(world: int, place: str) -> None:
+def part_together(mesh: Mesh, place: str) -> None:
+    """Lets ranks that end together end together: a launcher kills the others once one has ended with an error.
+
+    Waits a limited time: a rank may have ended by itself.
+    """
+    with suppress(dist.DistError):  # Rank 0, which serves the store, is done.
+        _await_all(mesh.grid.world, place, limit_s=_PARTING_S)
+
+
+def _await_all(world: int, place: str, limit_s: float = float("inf")) -> None:
     if world == 1:
         return
     _visits[place] += 1
     key, store = f"ds_trainer/{place}/{_visits[place]}", _get_default_store()
-    arrived = store.add(key, 1)
-    while arrived < world:
+    arrived, began = store.add(key, 1), time.monotonic()
+    while arrived < world and time.monotonic() - began < limit_s:
         time.sleep(_POLL_S)
         arrived = store.add(key, 0)

@@ -75,7 +75,8 @@ class _Meeting:
         arrived = store.add(_ARRIVED, 1)
         while arrived < world:
             self._check_time(f"only {arrived} of {world} ranks came")
-            self._tell(f"waiting for {world - arrived} of {world} ranks at {self._where}")
+            limit = self._timeout.total_seconds()
+            self._tell(f"waiting for {world - arrived} of {world} ranks at {self._where}, for up to {limit:g} s")
             time.sleep(_POLL_S)
             arrived = store.add(_ARRIVED, 0)
         return store

@@ -22,7 +22,7 @@ from ds_trainer.log import get_logger
 EXIT_CODE = 75
 """EX_TEMPFAIL of sysexits.h: try again later. A scheduler that restarts the run on it goes on from the checkpoint."""
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 _LAUNCHERS = ("deepspeed", "torchrun", "torch.distributed.run", "accelerate", "--nproc")
 _IMPATIENCE_S = 1.0
 """Launchers send SIGTERM right after a terminal's SIGINT; a person's second Ctrl-C comes later."""
@@ -66,7 +66,9 @@ def listening() -> Iterator[None]:
     if _notes.listening or threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.signal(number, _handle) for number in SIGNALS}
+    # What is ignored stays so: nohup lets a run outlive its terminal.
+    heard = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, _handle) for number in heard}
     _notes.listening = True
     _notes.launchers = _launchers()
     try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from ds_trainer.errors import CheckpointError
 from ds_trainer.layout import ParameterSlice
 from ds_trainer.log import get_logger
 from ds_trainer.mesh.mesh import Mesh
+from ds_trainer.state import TrainerState
 
 _ANY = ("$schema", "run.output_dir", "checkpoint", "logging", "data.cache_dir", "data.preview_samples", "run.device")
 """Keys whose change is nobody's business."""
@@ -50,6 +51,13 @@ def find_checkpoint(resolved: ResolvedConfig, mesh: Mesh, trains: bool) -> Check
     if wanted != "auto":
         return open_checkpoint(Path(wanted), mesh)
     checkpoint = open_newest(output_dir, mesh)
+    there = mesh.gather_objects(checkpoints(output_dir))[0]
+    if checkpoint is None and there:
+        raise _agreed(
+            f"{output_dir} holds {', '.join(folder.name for folder in there)}, and none of them is whole (see above)",
+            "a run that starts anew would replace what can perhaps still be mended",
+            "move these folders away to start anew, or set run.output_dir to another folder",
+        )
     if checkpoint is None:
         get_logger().info("checkpoint.resume is auto and %s holds no whole checkpoint: starting anew", output_dir)
     return checkpoint
@@ -139,7 +147,13 @@ def check_model(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]]) -
         )
 
 
-def check_run(checkpoint: Checkpoint, resolved: ResolvedConfig, state: Mapping[str, Any], num_samples: int) -> None:
+def check_run(
+    checkpoint: Checkpoint,
+    resolved: ResolvedConfig,
+    state: Mapping[str, Any],
+    num_samples: int,
+    probes: Sequence[str | None] | None,
+) -> None:
     """Checks that the run is the one that was saved, and names what has changed in its config.
 
     Raises:
@@ -162,6 +176,13 @@ def check_run(checkpoint: Checkpoint, resolved: ResolvedConfig, state: Mapping[s
             "a run goes on at the sample after the last one that it has seen",
             f"give it the data that it began with, or {_WEIGHTS_ONLY}",
         )
+    saved_probes = state["data"]["probes"]
+    if probes is not None and saved_probes is not None and list(probes) != saved_probes:
+        raise _agreed(
+            f"the first, the middle or the last training sample is not the one of {checkpoint.folder}",
+            "a run goes on with the data that it began with",
+            f"set data.train as it was, or {_WEIGHTS_ONLY}",
+        )
     size, saved_size = config.batch.global_size, state["data"]["global_size"]
     if size != saved_size and not config.checkpoint.allow_global_size_change:
         raise _agreed(
@@ -171,6 +192,20 @@ def check_run(checkpoint: Checkpoint, resolved: ResolvedConfig, state: Mapping[s
         )
     for key in sorted(changed):
         get_logger().info("since %s: %s %r -> %r", checkpoint.folder.name, key, before.get(key), after.get(key))
+
+
+def check_length(checkpoint: Checkpoint, state: TrainerState) -> None:
+    """Checks that the run is not meant to be shorter than what it goes on from.
+
+    Raises:
+        CheckpointError: It is.
+    """
+    if state.global_step > state.max_steps:
+        raise _agreed(
+            f"{checkpoint.folder} is at step {state.global_step}, and this run has {state.max_steps} steps",
+            "a run goes on from a step before its end",
+            "raise run.max_steps or run.epochs, or set checkpoint.resume to an earlier checkpoint",
+        )
 
 
 def _dumped(config: RunConfig) -> dict[str, Any]:

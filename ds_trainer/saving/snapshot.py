@@ -18,7 +18,7 @@ def take_snapshot(trainer: Trainer) -> dict[str, Any]:
     return {
         **trainer.state.state_dict(),
         "planned_steps": trainer.planned_steps(),
-        "data": loader.sampler.state_dict(),
+        "data": {**loader.sampler.state_dict(), "probes": trainer.run.data_probes},
         "window": trainer.window.state_dict(),
         "skipped_in_a_row": trainer.non_finite.in_a_row,
         "scheduler": scheduler.state_dict() if scheduler is not None else None,

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from ds_trainer.checkpoint.folder import manifest_faults
 from ds_trainer.errors import CheckpointError
 from ds_trainer.log import get_logger
 from tests.helpers.runs import make_trainer
@@ -121,6 +122,32 @@ def test_a_damaged_checkpoint_that_is_asked_for_by_name_fails_on_all_ranks(world
     first, second = world(fail_to_resume, 2, run_dir, str(run_dir / "checkpoint-4"))
     assert first == second
     assert "checkpoint-4/state-00001-000.safetensors has another SHA-256" in first
+
+
+@pytest.mark.case("D7")
+def test_where_no_checkpoint_is_whole_nothing_is_replaced(world, run_dir):
+    for folder in run_dir.glob("checkpoint-*"):
+        truncate(folder / files("state"))
+    for found in world(fail_to_resume, 2, run_dir, "auto"):
+        assert "checkpoint-6, checkpoint-4, checkpoint-2, and none of them is whole" in found
+
+
+@pytest.mark.parametrize(
+    "make, says",
+    [
+        (lambda path: None, "does not exist"),
+        (lambda path: path.write_text(""), "is a file"),
+        (lambda path: (path / "checkpoint-3").mkdir(parents=True), "holds checkpoint-3: name one of them"),
+        (lambda path: (path / "global_step3").mkdir(parents=True), "looks like a checkpoint of DeepSpeed's own"),
+        (lambda path: (path.mkdir(), (path / "config.json").write_text("{}")), "looks like a Hugging Face folder"),
+        (lambda path: (path.mkdir(), (path / "manifest.json").write_text("[]")), "is no manifest, which has format"),
+        (lambda path: (path.mkdir(), (path / "manifest.json").write_text("{")), "manifest.json cannot be read"),
+    ],
+)
+def test_what_is_taken_for_a_checkpoint_is_said(tmp_path, make, says):
+    make(tmp_path / "it")
+    files, (fault,) = manifest_faults(tmp_path / "it")
+    assert not files and says in fault
 
 
 def test_a_folder_without_a_manifest_is_no_checkpoint(world, run_dir):

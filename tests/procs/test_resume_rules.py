@@ -150,6 +150,12 @@ def refused(out, ranks, kwargs):
         ({"run": {"seed": 1}}, "run.seed is 1, and 42 in", "set run.seed to 42"),
         ({"data": {"shuffle": False}}, "data.shuffle is False, and True in", "set data.shuffle to True"),
         ({"optimizer": {"name": "adam"}}, "optimizer.name is 'adam', and 'adamw' in", "optimizer.name"),
+        ({"rows": ROWS[::-1]}, "the first, the middle or the last training sample is not", "set data.train as it was"),
+        (
+            {"run": {"max_steps": 1}, "schedule": {"warmup_steps": 1}},
+            "checkpoint-2 is at step 2, and this run has 1 steps",
+            "raise run.max_steps",
+        ),
         ({"rows": ROWS[:20]}, "the training data has 20 samples, and had 24 in", "the data that it began with"),
     ],
 )

@@ -9,6 +9,7 @@ import pytest
 from ds_trainer.callbacks.base import Callback
 from ds_trainer.checkpoint.folder import file_faults, manifest_faults
 from ds_trainer.errors import MachineError
+from ds_trainer.metrics import read_metrics
 from tests.helpers.runs import make_trainer
 
 
@@ -22,13 +23,13 @@ class FullDisk(Callback):
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
 
 
-def train(out, policy, callbacks=()):
+def train(out, policy, callbacks=(), every_steps=2):
     trainer = make_trainer(
         "zero2",
         out,
         given={"callbacks": list(callbacks)},
         run={"max_steps": 6, "epochs": 20},
-        checkpoint={"export": False, "every_steps": 2, "on_save_error": policy},
+        checkpoint={"export": False, "every_steps": every_steps, "on_save_error": policy},
     )
     try:
         trainer.train()
@@ -87,3 +88,23 @@ class Block(Callback):
 
 def block_and_train(out):
     return train(out, "stop", [Block()])
+
+
+class NoRoomForMetrics(Callback):
+    """Files of rank 0 can no longer grow beyond what the metrics have, from the third step to the fifth."""
+
+    def on_step_end(self, trainer) -> None:
+        _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        if trainer.is_world_process_zero:
+            limit = 700 if trainer.state.global_step in (3, 4) else hard
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+
+
+def no_room_for_metrics(out):
+    return train(out, "stop", [NoRoomForMetrics()], every_steps=0)
+
+
+def test_metrics_that_a_full_disk_does_not_take_end_no_run_and_follow(world, tmp_path):
+    for step, text, _ in world(no_room_for_metrics, 2, tmp_path):
+        assert step == 6 and text is None
+    assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]

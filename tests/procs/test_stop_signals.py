@@ -100,7 +100,7 @@ def straight(world, tmp_path_factory):
         ("ddp", signal.SIGUSR1, "on_prediction_step", 3, 1, 3),
         ("zero3", signal.SIGUSR1, "on_prediction_step", 6, 0, 6),
         ("ddp", signal.SIGTERM, "on_save", 4, 1, 5),
-        ("ddp", signal.SIGTERM, "on_train_begin", 0, 1, 1),
+        ("ddp", signal.SIGHUP, "on_train_begin", 0, 1, 1),
     ],
 )
 def test_all_ranks_stop_with_one_whole_checkpoint_and_go_on_exactly(
