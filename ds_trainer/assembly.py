@@ -36,8 +36,9 @@ from ds_trainer.engines.base import Engine, EngineFacts, make_engine
 from ds_trainer.engines.dtypes import TORCH_DTYPES
 from ds_trainer.errors import ConfigError, ConfigErrors
 from ds_trainer.ingredients import Ingredients
-from ds_trainer.log import warn_once
+from ds_trainer.log import get_logger, warn_once
 from ds_trainer.loss import LossFunction, make_loss
+from ds_trainer.mesh import signals
 from ds_trainer.mesh.agree import agree, agreed
 from ds_trainer.mesh.arrival import awaited
 from ds_trainer.mesh.device import probe_machine
@@ -47,7 +48,6 @@ from ds_trainer.mesh.mesh import Mesh, init_mesh
 from ds_trainer.mesh.ops import ensure_ops, required_ops
 from ds_trainer.mesh.patience import patience
 from ds_trainer.mesh.preflight import check_machine
-from ds_trainer.mesh.signals import StopRequested
 from ds_trainer.mesh.status import Timeouts
 from ds_trainer.models.build import build_model
 from ds_trainer.models.hf import is_causal_lm, load_tokenizer
@@ -169,7 +169,9 @@ def _assemble_on(mesh: Mesh, machine: Machine, config: RunConfig, origins: dict[
 def _stop_if_asked(mesh: Mesh) -> None:
     """Ends a run that a signal stops before its first step; there is nothing to save."""
     if agree(mesh, "set-up").stop:
-        raise StopRequested
+        get_logger().warning("stopped before the first step (exit code %d)", signals.EXIT_CODE)
+        signals.forget()
+        raise signals.StopRequested
 
 
 def _read_spec(config: RunConfig) -> ModelSpec:

@@ -228,6 +228,7 @@ class Trainer:
             self.state.global_step,
             signals.EXIT_CODE,
         )
+        signals.forget()
         raise StopRequested
 
     def _report_idle_steps(self) -> None:
