@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import sys
 from pathlib import Path
 
@@ -14,6 +15,9 @@ os.environ["PATH"] = f"{Path(sys.prefix) / 'bin'}{os.pathsep}{os.environ['PATH']
 import pytest  # noqa: E402
 
 from tests.helpers.world import World  # noqa: E402
+
+# A shell starts background jobs with SIGINT ignored, which all processes of a test would inherit, and heed.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

@@ -49,4 +49,4 @@ def test_what_is_no_checkpoint_is_said_in_a_line(tmp_path, capsys):
     with pytest.raises(SystemExit) as stop:
         main(["export", str(tmp_path / "nothing"), "--out", str(tmp_path / "hf")])
     assert stop.value.code == 2
-    assert "manifest.json is missing" in capsys.readouterr().err
+    assert "nothing does not exist" in capsys.readouterr().err

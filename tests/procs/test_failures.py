@@ -229,6 +229,7 @@ def rank_1_is_slow():
     run_steps(lambda mesh: None, stuck_s=1.5)
 
 
+@pytest.mark.slow
 def test_a_rank_that_computes_itself_or_in_a_child_or_waits_rightly_or_is_between_calls_is_waited_for():
     ended = run_ranks(rank_1_is_slow, 2)
     assert [(end.code, end.text) for end in ended] == [(0, "")] * 2
