@@ -19,6 +19,8 @@ class DsTrainerError(Exception):
     """
 
     exit_code = 1
+    is_told = False
+    """Whether its text has been written already."""
 
     def __init__(self, found: str, rule: str, change: str) -> None:
         self.found, self.rule, self.change = found, rule, change
@@ -101,8 +103,14 @@ def exit_on_user_error(debug: bool = False) -> Iterator[None]:
     except DsTrainerError as error:
         if debug:
             raise
-        same_everywhere = isinstance(error, ConfigError) or (isinstance(error, UserError) and error.agreed)
-        if not same_everywhere or local_rank() == 0:
-            notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", []))
-            print(f"\nerror: {error}{notes}", file=sys.stderr, flush=True)
+        tell(error)
         sys.exit(error.exit_code)
+
+
+def tell(error: DsTrainerError) -> None:
+    """Writes an error's text to stderr, once; where all ranks raise the same, on the first of each node only."""
+    same_everywhere = isinstance(error, ConfigError) or (isinstance(error, UserError) and error.agreed)
+    if not error.is_told and (not same_everywhere or local_rank() == 0):
+        notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", []))
+        print(f"\nerror: {error}{notes}", file=sys.stderr, flush=True)
+    error.is_told = True

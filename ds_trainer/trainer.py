@@ -23,7 +23,7 @@ from ds_trainer.checkpoint.store import STATE, Checkpoint, RankState, open_check
 from ds_trainer.checkpoint.trial import trial_save
 from ds_trainer.data.loader import BatchLoader
 from ds_trainer.data.same import same_everywhere
-from ds_trainer.errors import ConfigError, UserError
+from ds_trainer.errors import ConfigError, DsTrainerError, UserError, tell
 from ds_trainer.evaluation import EvaluationResult, prediction_metrics, run_evaluation
 from ds_trainer.executors.accumulate import StepLoss, run_accumulate
 from ds_trainer.ingredients import ConfigSource, Ingredients, loaded_config
@@ -153,8 +153,12 @@ class Trainer:
         try:
             with signals.listening(), self.run.mesh.monitor.guard(), self._output_folder():
                 self._train()
-        except (UserError, StopRequested) as error:
-            ends_together = isinstance(error, StopRequested) or error.agreed
+        except StopRequested:
+            ends_together = True
+            raise
+        except DsTrainerError as error:
+            tell(error)  # At once: a launcher kills this rank as soon as another one has ended.
+            ends_together = isinstance(error, UserError) and error.agreed
             raise
         finally:  # After the guard: a tracker that is slow to end does not keep an error from the other ranks.
             for callback in self.callbacks:
@@ -229,6 +233,7 @@ class Trainer:
             signals.EXIT_CODE,
         )
         signals.forget()
+        self._call("on_interrupt")
         raise StopRequested
 
     def _report_idle_steps(self) -> None:

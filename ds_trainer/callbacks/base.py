@@ -52,6 +52,9 @@ class Callback:
     def on_epoch_end(self, trainer: Trainer) -> None:
         """After the last step of an epoch."""
 
+    def on_interrupt(self, trainer: Trainer) -> None:
+        """After a signal has ended the training and its checkpoint is saved."""
+
     def on_train_end(self, trainer: Trainer) -> None:
         """After the last step; not where a signal or an error ended the training."""
 

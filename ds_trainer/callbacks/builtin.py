@@ -109,7 +109,9 @@ class ProgressCallback(Callback):
 
 
 class PlotCallback(Callback):
-    """Draws the run's pictures into the output folder when the training ends, however it does, on rank 0.
+    """Draws the run's pictures into the output folder when the training ends in good order, on rank 0.
+
+    Not after an error: a launcher would kill this rank while it draws, its last words unsaid.
 
     Args:
         metrics_path: The run's metrics file.
@@ -119,17 +121,16 @@ class PlotCallback(Callback):
     def __init__(self, metrics_path: Path, folder: Path) -> None:
         self._metrics_path = metrics_path
         self._folder = folder
-        self._began = False
 
-    def on_train_begin(self, trainer: Trainer) -> None:
-        """Notes that the file is this run's."""
-        self._began = True
-
-    def close(self) -> None:
+    def on_train_end(self, trainer: Trainer) -> None:
         """Draws."""
-        if not self._began:
-            return
-        self._began = False
+        self._draw()
+
+    def on_interrupt(self, trainer: Trainer) -> None:
+        """Draws."""
+        self._draw()
+
+    def _draw(self) -> None:
         from ds_trainer.plots import plot_run
 
         try:

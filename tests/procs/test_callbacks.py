@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
+import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -35,10 +37,28 @@ def break_at(event, step, out):
         trainer.train()
 
 
-def test_a_run_that_breaks_has_pictures_of_its_steps(world, tmp_path):
-    world(break_at, 1, "on_step_begin", 2, tmp_path)
+class Interrupted(Callback):
+    def on_step_begin(self, trainer):
+        if trainer.state.global_step == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def interrupt(out):
+    trainer = make_trainer("ddp", out, given={"callbacks": [Interrupted()]}, run={"max_steps": 3}, logging=PLOTTING)
+    with pytest.raises(SystemExit):
+        trainer.train()
+
+
+def test_a_run_that_a_signal_stops_has_pictures_of_its_steps(world, tmp_path):
+    world(interrupt, 1, tmp_path)
     assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2]
     assert (tmp_path / "loss.png").stat().st_size > 0
+
+
+def test_a_run_that_breaks_has_its_metrics_and_draws_nothing_while_others_wait(world, tmp_path):
+    world(break_at, 1, "on_step_begin", 2, tmp_path)
+    assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2]
+    assert not (tmp_path / "loss.png").exists()
 
 
 def test_a_run_that_breaks_before_its_first_step_has_none(world, tmp_path):
