@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from ds_trainer.errors import MachineError
 from ds_trainer.log import get_logger
+from ds_trainer.mesh import signals
 from ds_trainer.mesh.grid import Grid
 
 JOIN_TIMEOUT = timedelta(minutes=5)
@@ -60,14 +61,16 @@ class _Meeting:
         while (error := self._knock()) is not None:
             self._tell(f"waiting for rank 0 of {self._grid.world} ranks at {self._where}")
             self._check_time(f"nobody listens there: {error}")
-            time.sleep(_POLL_S)
+            self._pause()
         # In a thread, since torch waits without end for an answer; a daemon, so that it holds up no exit.
         attempt: Future[dist.Store] = Future()
         Thread(target=self._attempt, args=(attempt,), daemon=True).start()
-        try:
-            return attempt.result(_STRANGER_S)
-        except TimeoutError:
-            raise self.failed("something else listens there, and does not answer") from None
+        deadline = time.monotonic() + _STRANGER_S
+        while time.monotonic() < deadline:
+            self._pause()
+            if attempt.done():
+                return attempt.result()
+        raise self.failed("something else listens there, and does not answer")
 
     def wait_for_all(self, store: dist.Store) -> dist.Store:
         """Waits until every rank has come, and returns the store."""
@@ -77,7 +80,7 @@ class _Meeting:
             self._check_time(f"only {arrived} of {world} ranks came")
             limit = self._timeout.total_seconds()
             self._tell(f"waiting for {world - arrived} of {world} ranks at {self._where}, for up to {limit:g} s")
-            time.sleep(_POLL_S)
+            self._pause()
             arrived = store.add(_ARRIVED, 0)
         return store
 
@@ -119,6 +122,12 @@ class _Meeting:
         except OSError as error:
             return error
         return None
+
+    def _pause(self) -> None:
+        """Waits a moment; a signal ends the wait for good, since ranks that have not met have nothing to save."""
+        if signals.pending():
+            raise signals.StopRequested
+        time.sleep(_POLL_S)
 
     def _check_time(self, seen: str) -> None:
         limit = self._timeout.total_seconds()
