@@ -99,7 +99,10 @@ def test_every_other_command_is_one_that_exists(folder, monkeypatch):
         "pip": lambda arguments: set(arguments) <= {*recipe, "."},
         "deepspeed": lambda arguments: trains(arguments, monkeypatch),
         "torchrun": lambda arguments: trains(arguments, monkeypatch),
-        "python": lambda arguments: trains(arguments, monkeypatch),
+        "python": lambda arguments: (
+            (ROOT / arguments[0]).is_file()
+            and (arguments[0].startswith("benchmarks/") or trains(arguments, monkeypatch))
+        ),
         "accelerate": lambda arguments: arguments[0] == "launch" and trains(arguments[1:], monkeypatch),
         "srun": lambda arguments: arguments[0] == "ds-trainer" and parses(arguments[1:]),
         "mpirun": lambda arguments: arguments[2] == "ds-trainer" and parses(arguments[3:]),
