@@ -139,6 +139,6 @@ def _join(grid: Grid, device: torch.device, timeout: timedelta) -> None:
 
 
 def _leave_at_exit() -> None:
-    """Ends gloo's threads: left to the interpreter's end they abort one finished process in ten, with exit code 134."""
+    """Ends gloo's threads: left to the interpreter's end they abort some finished processes with exit code 134."""
     pid = os.getpid()
     atexit.register(lambda: dist.destroy_process_group() if os.getpid() == pid and dist.is_initialized() else None)
