@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ds_trainer.config.backend import backend
 from ds_trainer.config.io import load_config
 from ds_trainer.config.schema import RunConfig
 from ds_trainer.errors import ConfigError
@@ -55,18 +56,19 @@ class Ingredients:
                 "an optimizer is built on the parameters it updates",
                 "pass Trainer(model=instance, optimizers=...), or use the optimizer section of the config",
             )
-        if self.optimizer is not None and config.parallel.engine == "deepspeed" and offload != "none":
+        if self.optimizer is not None and backend(config) == "deepspeed" and offload != "none":
             raise ConfigError(
                 f"Trainer(optimizers=...) with zero.offload_optimizer.device = {offload}",
                 "offloaded state is updated by DeepSpeed's own CPU optimizer",
                 "set zero.offload_optimizer.device to none, or use the optimizer section of the config",
             )
-        name, cut = type(self.optimizer).__name__, config.parallel.engine == "deepspeed" and config.zero.stage > 0
+        name = type(self.optimizer).__name__
+        cut = backend(config) == "fsdp2" or (backend(config) == "deepspeed" and config.zero.stage > 0)
         if name in LOOK_AT_WHOLE_TENSORS and cut:
             raise ConfigError(
-                f"Trainer(optimizers=...) holds {name}, with zero.stage = {config.zero.stage}",
-                f"{name} looks at whole tensors, and ZeRO cuts them",
-                "set zero.stage to 0 or parallel.engine to ddp, or pass another optimizer",
+                f"Trainer(optimizers=...) holds {name}, with parallel.engine {config.parallel.engine!r}",
+                f"{name} looks at whole tensors, which {'ZeRO' if backend(config) == 'deepspeed' else 'FSDP2'} cuts",
+                "set parallel.engine to ddp, or pass another optimizer",
             )
         if self.scheduler is not None and self.optimizer is None:
             raise ConfigError(

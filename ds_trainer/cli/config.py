@@ -8,6 +8,7 @@ import os
 import sys
 from pathlib import Path
 
+from ds_trainer.config.backend import backend, engine_column
 from ds_trainer.config.coverage import coverage, covered_engines
 from ds_trainer.config.io import load_config, read_config
 from ds_trainer.config.keys import flatten, leaf_values
@@ -138,11 +139,11 @@ def rows(resolved: ResolvedConfig) -> list[tuple[str, str, str]]:
 
 def _without_part(resolved: ResolvedConfig) -> set[str]:
     """Keys that the engine refuses, or that belong to a stage, an offload or a format that the run does not have."""
-    engine = resolved.config.parallel.engine
+    engine = engine_column(resolved.config)
     if engine not in covered_engines():
         return set()
     idle = {key for key in leaf_values(resolved.config) if coverage(key, engine).status == "refused"}
-    if engine == "deepspeed":
+    if backend(resolved.config) == "deepspeed":
         written = flatten(to_deepspeed(resolved))
         natives = unified_keys().items()
         unwritten = {key for _, key in natives} - {key for native, key in natives if native in written}
@@ -156,7 +157,7 @@ COST_COLUMNS = ("stage", "gradients", "after backward", "after step", "on host",
 def cost_rows(resolved: ResolvedConfig) -> list[tuple[str, ...]]:
     """What every stage would keep, under `COST_COLUMNS`; the run's own row is marked."""
     config = resolved.config
-    is_zero = config.parallel.engine == "deepspeed"
+    is_zero = backend(config) == "deepspeed"
     table = []
     for (stage, grad_dtype), row in rows_by_stage(resolved).items():
         own = grad_dtype == config.precision.grad_dtype and stage == (config.zero.stage if is_zero else 0)

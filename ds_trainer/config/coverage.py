@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from ds_trainer.config.zero_keys import TUNING
+
 Status = Literal["mapped", "implied", "refused", "no_effect"]
 
 
@@ -21,16 +23,31 @@ class Coverage:
 
     status: Status
     note: str
-    already: tuple[str, ...] = ()
+    already: tuple[str | int, ...] = ()
 
 
 _OURS = {
     "": Coverage("implied", "done by ds_trainer, alike on every engine"),
     "$schema": Coverage("implied", "read by editors"),
+    "accelerate": Coverage("refused", "it says what the accelerate engine runs on"),
 }
+_ALL_RANKS = "it lays out the ranks of fsdp2; this engine takes all ranks as one group"
+_ONE_GROUP = {
+    "parallel.dp_replicate": Coverage("refused", _ALL_RANKS, (1,)),
+    "parallel.dp_shard": Coverage("refused", _ALL_RANKS),
+    "fsdp": Coverage("refused", "arguments of fully_shard, which belong to the fsdp2 engine"),
+}
+_GRAD_SCALER = {
+    "precision.loss_scale": Coverage("mapped", "torch.amp.GradScaler"),
+    "precision.loss_scale.hysteresis": Coverage("no_effect", "torch.amp.GradScaler halves at each overflow"),
+    "precision.loss_scale.min_loss_scale": Coverage("no_effect", "torch.amp.GradScaler has no lower end"),
+}
+_NO_DEEPSPEED = {"native.deepspeed": Coverage("refused", "DeepSpeed keys belong to the deepspeed engine")}
+_NO_BUCKETS = Coverage("no_effect", "fsdp2 gathers and reduces block by block, and has no buckets")
 
 _TABLE: dict[str, dict[str, Coverage]] = {
     "deepspeed": _OURS
+    | _ONE_GROUP
     | {
         "zero": Coverage("mapped", "zero_optimization and aio"),
         "precision.dtype": Coverage("mapped", "bf16, fp16; torch_autocast for bf16 at stage 0"),
@@ -39,28 +56,63 @@ _TABLE: dict[str, dict[str, Coverage]] = {
         "precision.loss_scale": Coverage("mapped", "fp16"),
         "batch": Coverage("mapped", "train_batch_size and its factors"),
         "optimizer.max_grad_norm": Coverage("mapped", "gradient_clipping"),
+        "optimizer.norm_type": Coverage("refused", "DeepSpeed clips by the L2 norm", ("l2",)),
         "native.deepspeed": Coverage("mapped", "merged last"),
         "ddp": Coverage("refused", "arguments of DistributedDataParallel, which the deepspeed engine does not use"),
     },
+    "fsdp2": _OURS
+    | _GRAD_SCALER
+    | _NO_DEEPSPEED
+    | {
+        "parallel.dp_replicate": Coverage("mapped", "mesh"),
+        "parallel.dp_shard": Coverage("mapped", "mesh"),
+        "fsdp": Coverage("mapped", "arguments of fully_shard and its policies"),
+        "fsdp.prefetch_depth": Coverage(
+            "mapped", "set_modules_to_forward_prefetch and set_modules_to_backward_prefetch"
+        ),
+        "precision.dtype": Coverage("mapped", "MixedPrecisionPolicy.param_dtype"),
+        "precision.grad_dtype": Coverage("mapped", "MixedPrecisionPolicy.reduce_dtype, in which it accumulates too"),
+        "precision.communication_data_type": Coverage("mapped", "MixedPrecisionPolicy.reduce_dtype"),
+        "zero": Coverage("refused", "DeepSpeed does this, and fsdp2 has nothing like it"),
+        "zero.stage": Coverage("mapped", "reshard_after_forward: stage 3 is true, stage 2 is false"),
+        "zero.zero_hpz_partition_size": Coverage("mapped", "reshard_after_forward, as a number"),
+        "zero.offload_optimizer.device": Coverage(
+            "mapped", "CPUOffloadPolicy, together with zero.offload_param.device"
+        ),
+        "zero.offload_param.device": Coverage(
+            "mapped", "CPUOffloadPolicy, together with zero.offload_optimizer.device"
+        ),
+        "zero.offload_optimizer.pin_memory": Coverage("mapped", "CPUOffloadPolicy.pin_memory"),
+        "zero.offload_param.pin_memory": Coverage("mapped", "CPUOffloadPolicy.pin_memory"),
+        **dict.fromkeys((f"zero.{name}" for name in TUNING), _NO_BUCKETS),
+        "ddp": Coverage("refused", "arguments of DistributedDataParallel, which the fsdp2 engine does not use"),
+    },
     "ddp": _OURS
+    | _ONE_GROUP
+    | _GRAD_SCALER
+    | _NO_DEEPSPEED
     | {
         "ddp": Coverage("mapped", "arguments of DistributedDataParallel and its communication hooks"),
         "precision.dtype": Coverage("mapped", "torch.autocast over fp32 parameters"),
-        "precision.loss_scale": Coverage("mapped", "torch.amp.GradScaler"),
-        "precision.loss_scale.hysteresis": Coverage("no_effect", "torch.amp.GradScaler halves at each overflow"),
-        "precision.loss_scale.min_loss_scale": Coverage("no_effect", "torch.amp.GradScaler has no lower end"),
         "precision.grad_dtype": Coverage("refused", "DDP accumulates in the parameters' format", ("fp32",)),
         "precision.communication_data_type": Coverage(
             "refused", "on DDP gradients are compressed by ddp.comm_hook", ("fp32",)
         ),
         "zero": Coverage("refused", "ZeRO belongs to the deepspeed engine"),
-        "native.deepspeed": Coverage("refused", "DeepSpeed keys belong to the deepspeed engine"),
     },
+}
+_ACCELERATE = {"accelerate": Coverage("mapped", "which plugin is made")}
+_TABLE |= {
+    "accelerate+deepspeed": _TABLE["deepspeed"] | _ACCELERATE,
+    "accelerate+fsdp2": _TABLE["fsdp2"]
+    | _ACCELERATE
+    | {"fsdp.prefetch_depth": Coverage("refused", "accelerate's FSDP plugin has no prefetch depth")},
+    "accelerate+ddp": _TABLE["ddp"] | _ACCELERATE,
 }
 
 
 def covered_engines() -> tuple[str, ...]:
-    """Engines that the table knows; a plug-in says itself what it takes."""
+    """The table's columns, as `ds_trainer.config.backend.engine_column` names them; a plug-in has none."""
     return tuple(_TABLE)
 
 

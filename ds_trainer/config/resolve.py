@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ds_trainer.config.asked import Asked
+from ds_trainer.config.backend import backend
 from ds_trainer.config.batch import solve_batch
+from ds_trainer.config.fsdp_rules import derive_fsdp
 from ds_trainer.config.keys import leaf_values, value
 from ds_trainer.config.resolved import Machine, ResolvedConfig
-from ds_trainer.config.rules import check_machine, no_effect_warnings
+from ds_trainer.config.rules import FUSED, check_machine, no_effect_warnings
 from ds_trainer.config.schema import RunConfig
 from ds_trainer.config.to_deepspeed import to_deepspeed
 from ds_trainer.config.zero_resolve import ModelSize, check_parameter_buffer, derive_zero
@@ -60,14 +62,22 @@ def resolve(
         derived |= {f"batch.{name}": (getattr(batch, name), reason) for name, reason in batch.reasons.items()}
         if config.evaluation.batch_size is None:
             derived["evaluation.batch_size"] = (batch.micro_size, "batch.micro_size")
-    if config.parallel.engine == "deepspeed":
+    if backend(config) == "deepspeed":
         dtypes = tuple(
             derived.get(key, (value(config, key), ""))[0] for key in ("precision.dtype", "precision.grad_dtype")
         )
         derived |= derive_zero(config.zero, dtypes, origins, machine, size)
         errors += check_parameter_buffer(config.zero, origins, machine, size)
-    elif config.parallel.engine == "ddp" and config.ddp.find_unused_parameters is None:
+    elif backend(config) == "ddp" and config.ddp.find_unused_parameters is None:
         derived["ddp.find_unused_parameters"] = (False, "every parameter of a causal LM takes part in the loss")
+    elif backend(config) == "fsdp2":
+        derived |= derive_fsdp(config, Asked(config, origins), machine)
+    if config.optimizer.fused is None:
+        fused = _implementation(config) == "torch_fused"
+        derived["optimizer.fused"] = (
+            fused,
+            "one kernel is faster" if fused else "there is no fused kernel for it here",
+        )
     if errors:
         raise ConfigErrors(errors)
     complete = _with_values(config, {key: item for key, (item, _) in derived.items()})
@@ -133,12 +143,12 @@ def _precision(config: RunConfig, machine: Machine) -> dict[str, tuple[Any, str]
     grad_dtype = precision.grad_dtype
     if grad_dtype is None:
         grad_dtype, reason = "fp32", "no bit of a micro-batch's gradient is lost"
-        if dtype == "fp16" and config.parallel.engine == "deepspeed" and config.zero.stage == 0:
+        if dtype == "fp16" and backend(config) == "deepspeed" and config.zero.stage == 0:
             grad_dtype, reason = "fp16", "DeepSpeed's fp16 at stage 0 accumulates in fp16"
         derived["precision.grad_dtype"] = (grad_dtype, reason)
     if precision.communication_data_type is None:
         hook = config.ddp.comm_hook
-        if config.parallel.engine == "ddp" and hook in ("bf16", "fp16"):
+        if backend(config) == "ddp" and hook in ("bf16", "fp16"):
             derived["precision.communication_data_type"] = (hook, "ddp.comm_hook")
         else:
             derived["precision.communication_data_type"] = (grad_dtype, "precision.grad_dtype")
@@ -172,6 +182,15 @@ def _open_reasons(config: RunConfig) -> dict[str, str]:
         "model.tokenizer": (config.model.tokenizer, "the checkpoint's own"),
         "model.attn_implementation": (config.model.attn_implementation, "transformers chooses"),
         "data.max_length": (config.data.max_length, "the model's positions and the tokenizer's limit, at load"),
+        "fsdp.auto_wrap_policy": (config.fsdp.auto_wrap_policy, "blocks where the model has them, at load"),
+        "fsdp.transformer_layer_cls_to_wrap": (
+            config.fsdp.transformer_layer_cls_to_wrap,
+            "the blocks that transformers says are not to be split, at load",
+        ),
+        "fsdp.min_num_params": (config.fsdp.min_num_params, "1e8, less for small models, at load"),
+        "fsdp.buffer_dtype": (config.fsdp.buffer_dtype, "as the model makes them"),
+        "fsdp.prefetch_depth": (config.fsdp.prefetch_depth, "torch's own order"),
+        "loss.chunk_tokens": (config.loss.chunk_tokens, "all positions at once"),
         "data.cache_dir": (config.data.cache_dir, "ds_trainer/ below the Hugging Face cache"),
         "checkpoint.export_dtype": (config.checkpoint.export_dtype, "the checkpoint's own, at load"),
     }
@@ -185,15 +204,15 @@ def _open_reasons(config: RunConfig) -> dict[str, str]:
 
 def _implementation(config: RunConfig) -> Implementation:
     name = config.optimizer.name
-    offloaded = config.parallel.engine == "deepspeed" and config.zero.offload_optimizer.device != "none"
+    offloaded = backend(config) == "deepspeed" and config.zero.offload_optimizer.device != "none"
     if offloaded:
         return "deepspeed_cpu" if name in ("adamw", "adam", "lion") else "torch"
-    return "torch_fused" if name in ("adamw", "adam", "sgd") else "torch"
+    return "torch_fused" if name in FUSED and config.optimizer.fused is not False else "torch"
 
 
 def _warnings(config: RunConfig, origins: Mapping[str, str], machine: Machine) -> list[str]:
     found = no_effect_warnings(config, origins)
-    if config.parallel.engine == "deepspeed":
+    if backend(config) == "deepspeed":
         found += no_effect_of_zero(config, origins, machine)
     dtype = config.precision.dtype
     if dtype not in machine.native_dtypes:

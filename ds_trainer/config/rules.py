@@ -10,13 +10,18 @@ from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import entry_points
 
 from ds_trainer.config.asked import Asked
+from ds_trainer.config.backend import backend, engine_column
 from ds_trainer.config.coverage import coverage, covered_engines
+from ds_trainer.config.fsdp_rules import check_fsdp, check_fsdp_machine
 from ds_trainer.config.keys import leaf_fields, value
 from ds_trainer.config.native_keys import check_native
 from ds_trainer.config.resolved import Machine
 from ds_trainer.config.schema import RunConfig
 from ds_trainer.config.zero_rules import check_zero, check_zero_machine
 from ds_trainer.errors import ConfigError
+
+FUSED = ("adamw", "adam", "sgd")
+"""Optimizers of which torch has a fused kernel."""
 
 
 def check_config(config: RunConfig, origins: Mapping[str, str]) -> list[ConfigError]:
@@ -33,7 +38,7 @@ def check_machine(config: RunConfig, origins: Mapping[str, str], machine: Machin
 
 def no_effect_warnings(config: RunConfig, origins: Mapping[str, str]) -> list[str]:
     """One line for every key that was set and that the engine cannot act on."""
-    engine, asked = config.parallel.engine, Asked(config, origins)
+    engine, asked = engine_column(config), Asked(config, origins)
     if engine not in covered_engines():
         return []
     found = {key: coverage(key, engine) for key in leaf_fields() if asked(key)}
@@ -41,7 +46,8 @@ def no_effect_warnings(config: RunConfig, origins: Mapping[str, str]) -> list[st
 
 
 def _engine_name(config: RunConfig, asked: Asked) -> Iterator[ConfigError]:
-    known = {*covered_engines(), *(point.name for point in entry_points(group="ds_trainer.engines"))}
+    built_in = (column.partition("+")[0] for column in covered_engines())
+    known = {*built_in, *(point.name for point in entry_points(group="ds_trainer.engines"))}
     if config.parallel.engine not in known:
         yield ConfigError(
             asked.says("parallel.engine"),
@@ -51,32 +57,32 @@ def _engine_name(config: RunConfig, asked: Asked) -> Iterator[ConfigError]:
 
 
 def _refused_by_engine(config: RunConfig, asked: Asked) -> Iterator[ConfigError]:
-    engine = config.parallel.engine
+    engine = engine_column(config)
     if engine not in covered_engines():
         return
     for key in leaf_fields():
         entry = coverage(key, engine)
         if entry.status == "refused" and asked(key) and value(config, key) not in entry.already:
             yield ConfigError(
-                f"{asked.says(key)} with parallel.engine {engine!r}",
+                f"{asked.says(key)} with parallel.engine {config.parallel.engine!r}",
                 entry.note,
                 f"remove {key} or change parallel.engine",
             )
 
 
 def _zero(config: RunConfig, asked: Asked) -> Iterator[ConfigError]:
-    if config.parallel.engine == "deepspeed":
+    if backend(config) == "deepspeed":
         yield from check_zero(config, asked)
 
 
 def _zero_plus_plus(config: RunConfig, asked: Asked, machine: Machine) -> Iterator[ConfigError]:
-    if config.parallel.engine == "deepspeed":
+    if backend(config) == "deepspeed":
         yield from check_zero_machine(config, asked, machine)
 
 
 def _precision(config: RunConfig, asked: Asked) -> Iterator[ConfigError]:
     dtype, grad_dtype = config.precision.dtype, config.precision.grad_dtype
-    on_deepspeed, stage = config.parallel.engine == "deepspeed", config.zero.stage
+    on_deepspeed, stage = backend(config) == "deepspeed", config.zero.stage
     if grad_dtype not in (None, "fp32", dtype):
         yield ConfigError(
             f"{asked.says('precision.grad_dtype')} and {asked.says('precision.dtype')}",
@@ -107,12 +113,13 @@ def _precision(config: RunConfig, asked: Asked) -> Iterator[ConfigError]:
 
 def _optimizer(config: RunConfig, asked: Asked) -> Iterator[ConfigError]:
     name = config.optimizer.name
-    if name == "adafactor" and config.parallel.engine == "deepspeed":
+    if name == "adafactor" and backend(config) in ("deepspeed", "fsdp2"):
         yield ConfigError(
             f"{asked.says('optimizer.name')} and {asked.says('parallel.engine')}",
-            "adafactor looks at whole matrices, and ZeRO cuts them",
+            f"adafactor looks at whole matrices, and {'ZeRO' if backend(config) == 'deepspeed' else 'FSDP2'} cuts them",
             "set parallel.engine to ddp or optimizer.name to adamw",
         )
+    yield from _fused(config, asked)
     users = {"betas": ("adamw", "adam", "lion"), "eps": ("adamw", "adam"), "momentum": ("sgd",)}
     for part, names in users.items():
         if name not in names and asked(f"optimizer.{part}"):
@@ -124,6 +131,23 @@ def _optimizer(config: RunConfig, asked: Asked) -> Iterator[ConfigError]:
     if not all(0.0 <= beta < 1.0 for beta in config.optimizer.betas):
         yield ConfigError(
             asked.says("optimizer.betas"), "each beta is at least 0 and below 1", "set optimizer.betas to [0.9, 0.999]"
+        )
+
+
+def _fused(config: RunConfig, asked: Asked) -> Iterator[ConfigError]:
+    if not config.optimizer.fused:
+        return
+    if config.optimizer.name not in FUSED:
+        yield ConfigError(
+            f"{asked.says('optimizer.fused')} and {asked.says('optimizer.name')}",
+            f"torch has fused kernels of {', '.join(FUSED)}",
+            f"remove optimizer.fused or set optimizer.name to {FUSED[0]}",
+        )
+    if backend(config) == "deepspeed" and config.zero.offload_optimizer.device != "none":
+        yield ConfigError(
+            f"{asked.says('optimizer.fused')} and {asked.says('zero.offload_optimizer.device')}",
+            "offloaded states are updated by DeepSpeed's own CPU optimizer",
+            "remove optimizer.fused",
         )
 
 
@@ -167,11 +191,20 @@ def _embeddings(config: RunConfig, asked: Asked) -> Iterator[ConfigError]:
 
 
 def _power_sgd(config: RunConfig, asked: Asked) -> Iterator[ConfigError]:
-    if config.parallel.engine == "ddp" and config.ddp.comm_hook != "powersgd" and asked("ddp.powersgd_rank"):
+    if backend(config) == "ddp" and config.ddp.comm_hook != "powersgd" and asked("ddp.powersgd_rank"):
         yield ConfigError(
             f"{asked.says('ddp.powersgd_rank')} and {asked.says('ddp.comm_hook')}",
             "the rank is used by powersgd only",
             'remove ddp.powersgd_rank or set ddp.comm_hook to "powersgd"',
+        )
+
+
+def _generation(config: RunConfig, asked: Asked) -> Iterator[ConfigError]:
+    if asked("evaluation.max_new_tokens") and not config.evaluation.generate_samples:
+        yield ConfigError(
+            f"{asked.says('evaluation.max_new_tokens')} and {asked.says('evaluation.generate_samples')}",
+            "it bounds the continuations of generate_samples",
+            "set evaluation.generate_samples or remove evaluation.max_new_tokens",
         )
 
 
@@ -238,7 +271,7 @@ def _fp16_device(config: RunConfig, asked: Asked, machine: Machine) -> Iterator[
 
 
 def _bf16_hook_device(config: RunConfig, asked: Asked, machine: Machine) -> Iterator[ConfigError]:
-    if config.parallel.engine == "ddp" and config.ddp.comm_hook == "bf16" and machine.device == "cpu":
+    if backend(config) == "ddp" and config.ddp.comm_hook == "bf16" and machine.device == "cpu":
         yield ConfigError(
             f"{asked.says('ddp.comm_hook')} on cpu",
             "torch's bf16 hook reduces through NCCL, which a CPU does not have",
@@ -250,11 +283,13 @@ _RULES: tuple[Callable[[RunConfig, Asked], Iterator[ConfigError]], ...] = (
     _engine_name,
     _refused_by_engine,
     _zero,
+    check_fsdp,
     _precision,
     _optimizer,
     _schedule,
     _embeddings,
     _power_sgd,
+    _generation,
     _shard_size,
     _best_model,
     _resume,
@@ -264,4 +299,5 @@ _MACHINE_RULES: tuple[Callable[[RunConfig, Asked, Machine], Iterator[ConfigError
     _fp16_device,
     _bf16_hook_device,
     _zero_plus_plus,
+    check_fsdp_machine,
 )

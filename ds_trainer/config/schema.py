@@ -1,6 +1,7 @@
 """The sections of a run's JSON. `None` means: derived at resolve time, with its reason.
 
-Keys inside `zero` and `ddp` carry the names of DeepSpeed and of `DistributedDataParallel`, so that habits carry over.
+Keys inside `zero`, `fsdp` and `ddp` carry the names of DeepSpeed, of `fully_shard` and accelerate's FSDP plugin, and of
+`DistributedDataParallel`, so that habits carry over.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ ElementsOrZero = Annotated[int, Field(ge=0, le=10**12)]
 Threshold = Annotated[int, Field(ge=0, le=2**63 - 1)]
 """Elements; DeepSpeed's own "no bound" is the largest int64."""
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+Ranks = Annotated[int, Field(gt=0, le=10**6)]
 Seconds = Annotated[float, Field(gt=0.0, le=10**6)]
 Name = Annotated[str, Field(min_length=1)]
 Paths = Name | Annotated[tuple[Name, ...], Field(min_length=1)]
@@ -44,8 +46,10 @@ class ModelConfig(Section):
     """Transformers auto class that builds the model."""
     attn_implementation: Name | None = None
     """Attention kernel by its transformers name (`eager`, `sdpa`, `flash_attention_2`); None: transformers' choice."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass instead of keeping them."""
+    gradient_checkpointing: bool | Literal["selective"] = False
+    """Recompute activations in the backward pass; `selective` keeps the results of matrix products and attention."""
+    compile: bool = False
+    """Compile each block of the model with `torch.compile`."""
     resize_embeddings: bool = False
     """Grow the embeddings to the tokenizer's length when the tokenizer has more tokens."""
     pad_embeddings_to_multiple_of: PositiveInt | None = None
@@ -86,10 +90,14 @@ class DataConfig(Section):
 
 
 class ParallelConfig(Section):
-    """Which engine runs the step."""
+    """Which engine runs the step, and how the ranks are laid out."""
 
     engine: Name = "deepspeed"
-    """Engine plug-in: `deepspeed`, `ddp`, or one registered under the entry-point group `ds_trainer.engines`."""
+    """`deepspeed`, `fsdp2`, `ddp`, `accelerate`, or a plug-in of the entry-point group `ds_trainer.engines`."""
+    dp_replicate: Ranks = 1
+    """Copies of the sharded model (HSDP, fsdp2): ranks = dp_replicate x dp_shard."""
+    dp_shard: Ranks | None = None
+    """Ranks over which fsdp2 cuts one copy of the model; None: ranks / dp_replicate."""
 
 
 class OffloadOptimizerConfig(Section):
@@ -203,6 +211,34 @@ class DDPConfig(Section):
     """Rank of PowerSGD's approximation."""
 
 
+class FSDPConfig(Section):
+    """PyTorch FSDP2; keys named as the arguments of `fully_shard` and of accelerate's FSDP plugin."""
+
+    reshard_after_forward: bool | Annotated[int, Field(gt=1, le=10**6)] | None = None
+    """Free gathered parameters after forward; a number: keep them cut over so many ranks. None: `zero.stage`."""
+    cpu_offload: bool | None = None
+    """Keep parameters, gradients and optimizer states on the host, where the optimizer runs; None: `zero.offload_*`."""
+    pin_memory: bool | None = None
+    """Page-locked host memory for `cpu_offload`; None: with a GPU."""
+    buffer_dtype: Literal["fp32", "bf16", "fp16"] | None = None
+    """Format of floating-point buffers; None: as the model makes them, which rotary frequencies need."""
+    auto_wrap_policy: Literal["transformer_based_wrap", "size_based_wrap", "no_wrap"] | None = None
+    """What is gathered at once: a block, modules of `min_num_params`, or all; None: blocks where the model has them."""
+    transformer_layer_cls_to_wrap: Annotated[tuple[Name, ...], Field(min_length=1)] | None = None
+    """Classes of the blocks (`transformer_based_wrap`); None: those that transformers says are not to be split."""
+    min_num_params: Elements | None = None
+    """Elements from which on a module is gathered by itself (`size_based_wrap`); None: 1e8, less for small models."""
+    prefetch_depth: Annotated[int, Field(gt=0, le=1000)] | None = None
+    """Blocks gathered ahead, in both passes; None: torch's own order, one ahead in the backward pass."""
+
+
+class AccelerateConfig(Section):
+    """Hugging Face accelerate, driven by this JSON."""
+
+    backend: Literal["deepspeed", "fsdp2", "ddp"] = "deepspeed"
+    """What accelerate runs on; its own section of this JSON (`zero`, `fsdp`, `ddp`) applies."""
+
+
 class LossScaleConfig(Section):
     """Dynamic loss scale of fp16; names as in DeepSpeed's `fp16`."""
 
@@ -245,6 +281,8 @@ class LossConfig(Section):
 
     label_smoothing: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
     """Weight of the uniform distribution in the target."""
+    chunk_tokens: PositiveInt | None = None
+    """Compute logits and cross entropy of so many positions at a time, and again in backward; None: all at once."""
 
 
 class OptimizerConfig(Section):
@@ -252,6 +290,8 @@ class OptimizerConfig(Section):
 
     name: Literal["adamw", "adam", "lion", "sgd", "adafactor"] = "adamw"
     """Adafactor looks beyond one element of a tensor and so runs on the ddp engine only."""
+    fused: bool | None = None
+    """Update all tensors in one kernel (adamw, adam, sgd); None: where the optimizer and its device have one."""
     lr: Annotated[float, Field(gt=0.0, le=100.0)] = 2e-5
     """Peak learning rate."""
     betas: tuple[float, float] = (0.9, 0.999)
@@ -266,6 +306,8 @@ class OptimizerConfig(Section):
     """Apply weight decay to one-dimensional parameters (norms, biases) too."""
     max_grad_norm: Annotated[float, Field(ge=0.0, le=1e12)] = 1.0
     """Clip the global gradient norm to this; 0: no clipping."""
+    norm_type: Literal["l2", "inf"] = "l2"
+    """Which norm is reported and clipped by; DeepSpeed knows l2 only."""
 
 
 class ScheduleConfig(Section):
@@ -317,6 +359,10 @@ class EvaluationConfig(Section):
     """Evaluate after the last step."""
     batch_size: BatchSize | None = None
     """Samples per forward pass of one rank; None: `batch.micro_size`."""
+    generate_samples: NonNegativeInt = 0
+    """Evaluation samples whose prompts are continued by greedy generation, printed and kept in `generations.jsonl`."""
+    max_new_tokens: PositiveInt = 64
+    """Longest continuation in tokens (`generate_samples`)."""
     metric_for_best_model: Name | None = None
     """Whose best step's checkpoint is kept: `eval_loss` (None, where it is needed) or a name of `compute_metrics`."""
     greater_is_better: bool | None = None
@@ -390,8 +436,12 @@ class RunConfig(Section):
     """Engine and parallelism."""
     zero: ZeroConfig = ZeroConfig()
     """DeepSpeed ZeRO and offload."""
+    fsdp: FSDPConfig = FSDPConfig()
+    """PyTorch FSDP2."""
     ddp: DDPConfig = DDPConfig()
     """PyTorch DDP."""
+    accelerate: AccelerateConfig = AccelerateConfig()
+    """accelerate."""
     precision: PrecisionConfig = PrecisionConfig()
     """Number formats."""
     batch: BatchConfig = BatchConfig()

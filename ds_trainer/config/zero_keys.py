@@ -24,6 +24,9 @@ STAGES = {
 }
 """Key of the `zero` section -> stages that read it."""
 
+TUNING = tuple(name for name in STAGES if not name.startswith("zero_"))
+"""Keys that change speed and memory, and no number."""
+
 OFFLOAD_STAGES = {
     ("offload_optimizer", "cpu"): (1, 2, 3),
     ("offload_optimizer", "nvme"): (3,),

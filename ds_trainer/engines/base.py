@@ -90,6 +90,9 @@ class Engine(Protocol):
     def forward(self, **inputs: Any) -> Any:
         """The model's outputs, computed in the run's number format; under ZeRO-3 every rank must call it."""
 
+    def number_format(self) -> AbstractContextManager[None]:
+        """The run's number format for the model's own methods, such as `generate`, which call it without `forward`."""
+
     def backward(self, loss: torch.Tensor) -> None:
         """Accumulates the gradient of `loss`, this rank's share of the step's: shares add up over ranks and calls."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ds_trainer.config.resolved import ResolvedConfig
+from ds_trainer.config.to_torch import ddp_arguments
 from ds_trainer.engines.base import EngineFacts, OptimizerFactory, StepOutcome
 from ds_trainer.engines.clip import clip_by_norm, global_norm
 from ds_trainer.engines.dtypes import DTYPE_NAMES, TORCH_DTYPES
@@ -44,7 +45,7 @@ class DDPEngine:
     """
 
     def __init__(self, resolved: ResolvedConfig, mesh: Mesh) -> None:
-        self.config = resolved.config
+        self._resolved, self.config = resolved, resolved.config
         self.mesh = mesh
         self.module: Any  # its attributes are those of DistributedDataParallel
         # A static graph is recorded in a pass that reduces: DDP asserts so.
@@ -66,18 +67,14 @@ class DDPEngine:
 
     def wrap(self, make_optimizer: OptimizerFactory) -> None:
         """Wraps the model and builds the optimizer on its parameters."""
-        config = self.config.ddp
         sync_buffers: dict[str, Any] = {_SYNC_BUFFERS: False}  # They are the same everywhere, and nothing updates them.
         self.module = DistributedDataParallel(
             self._model,
             device_ids=[self.mesh.device.index] if self.mesh.device.type == "cuda" else None,
             process_group=self.mesh.dp_group,
-            bucket_cap_mb=config.bucket_cap_mb,
-            gradient_as_bucket_view=config.gradient_as_bucket_view,
-            find_unused_parameters=bool(config.find_unused_parameters),
-            static_graph=config.static_graph,
             # All ranks have read the same values, which a hash proves after set-up: a broadcast would copy them again.
             init_sync=False,
+            **ddp_arguments(self._resolved),
             **sync_buffers,
         )
         self._register_comm_hook()
@@ -110,9 +107,13 @@ class DDPEngine:
 
     def forward(self, **inputs: Any) -> Any:
         """Calls the wrapped model, below fp32 under autocast."""
-        lower = self._compute_dtype != torch.float32
-        with torch.autocast(self.mesh.device.type, self._compute_dtype, enabled=lower):
+        with self.number_format():
             return self.module(**inputs)
+
+    def number_format(self) -> AbstractContextManager[None]:
+        """Autocast below fp32."""
+        lower = self._compute_dtype != torch.float32
+        return torch.autocast(self.mesh.device.type, self._compute_dtype, enabled=lower)
 
     def backward(self, loss: torch.Tensor) -> None:
         """DDP averages over the data ranks, so this rank's share is multiplied by their number."""

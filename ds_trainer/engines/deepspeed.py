@@ -11,7 +11,7 @@ import os
 import uuid
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, redirect_stdout
+from contextlib import AbstractContextManager, contextmanager, redirect_stdout
 from typing import Any
 
 import deepspeed
@@ -133,6 +133,11 @@ class DeepSpeedEngine:
     def forward(self, **inputs: Any) -> Any:
         """Calls DeepSpeed's engine, which gathers parameters and casts as configured."""
         return self.module(**inputs)
+
+    def number_format(self) -> AbstractContextManager[None]:
+        """Autocast where bf16 runs over fp32 parameters; else these have the format already."""
+        autocast = self._param_dtype != self._compute_dtype
+        return torch.autocast(self.mesh.device.type, self._compute_dtype, enabled=autocast)
 
     def backward(self, loss: torch.Tensor) -> None:
         """DeepSpeed averages over the data ranks, so this rank's share is multiplied by their number."""

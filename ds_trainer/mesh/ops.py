@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from torch.utils.cpp_extension import get_default_build_root
 
+from ds_trainer.config.backend import backend
 from ds_trainer.config.resolved import ResolvedConfig
 from ds_trainer.errors import MachineError
 from ds_trainer.log import get_logger
@@ -84,7 +85,7 @@ def disable_shm_comm() -> None:
 def required_ops(resolved: ResolvedConfig) -> list[str]:
     """The compiled ops that a run uses, in the order in which they are built."""
     config = resolved.config
-    if config.parallel.engine != "deepspeed":
+    if backend(config) != "deepspeed":
         return []
     ops = []
     if resolved.optimizer_implementation == "deepspeed_cpu":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ds_trainer.config.backend import backend
 from ds_trainer.config.resolved import ResolvedConfig
 from ds_trainer.config.schema import RunConfig
 from ds_trainer.config.zero_keys import OFFLOAD_STAGES
@@ -15,11 +16,11 @@ def row_of(resolved: ResolvedConfig) -> MemoryRow:
     config = resolved.config
     zero, precision, optimizer = config.zero, config.precision, config.optimizer
     dtype, momentum = precision.dtype or "fp32", config.optimizer.momentum > 0
-    if config.parallel.engine == "ddp":
+    if backend(config) == "ddp":
         return ddp_bytes_per_parameter(
             dtype, optimizer.name, gradient_as_bucket_view=config.ddp.gradient_as_bucket_view, momentum=momentum
         )
-    is_zero = config.parallel.engine == "deepspeed"
+    is_zero = backend(config) == "deepspeed"
     return bytes_per_parameter(
         zero.stage if is_zero else 0,
         dtype,
@@ -41,7 +42,7 @@ def rows_by_stage(resolved: ResolvedConfig) -> dict[tuple[int, str], MemoryRow]:
     """
     config = resolved.config
     dtype = config.precision.dtype or "fp32"
-    if config.parallel.engine != "deepspeed":
+    if backend(config) != "deepspeed":
         return {(0, config.precision.grad_dtype or "fp32"): row_of(resolved)}
     table = {}
     for stage in (0, 1, 2, 3):
@@ -76,9 +77,9 @@ def buffers(config: RunConfig, num_parameters: int, data_ranks: int, largest_par
         largest_parameter: Elements of its largest parameter: no sub-group is smaller than the one that holds it.
     """
     zero, precision = config.zero, config.precision
-    if config.parallel.engine == "ddp" and not config.ddp.gradient_as_bucket_view:
+    if backend(config) == "ddp" and not config.ddp.gradient_as_bucket_view:
         return [Part("gradient buckets", 4 * num_parameters)]
-    if config.parallel.engine != "deepspeed" or zero.stage == 0:
+    if backend(config) != "deepspeed" or zero.stage == 0:
         return []
     param_bytes = DTYPE_BYTES[precision.dtype or "fp32"]
     reduce_bytes = DTYPE_BYTES[precision.communication_data_type or precision.grad_dtype or "fp32"]

@@ -9,6 +9,7 @@ from typing import Any
 
 from ds_trainer.checkpoint.folder import checkpoints
 from ds_trainer.checkpoint.store import LAYOUT, RUN, Checkpoint, open_checkpoint, open_newest
+from ds_trainer.config.backend import backend
 from ds_trainer.config.keys import flatten
 from ds_trainer.config.resolved import ResolvedConfig
 from ds_trainer.config.schema import RunConfig
@@ -76,7 +77,9 @@ def describe_layout(resolved: ResolvedConfig, everyones: list[list[ParameterSlic
 def _in_words(resolved: ResolvedConfig) -> str:
     config = resolved.config
     words = [f"{resolved.data_ranks} data ranks", config.parallel.engine]
-    if config.parallel.engine == "deepspeed":
+    if backend(config) != config.parallel.engine:
+        words.append(backend(config))
+    if backend(config) == "deepspeed":
         words.append(f"ZeRO stage {config.zero.stage}")
         words += [
             f"{what} on {section.device}"
@@ -86,6 +89,10 @@ def _in_words(resolved: ResolvedConfig) -> str:
             )
             if section.device != "none"
         ]
+    if backend(config) == "fsdp2":
+        words.append(f"{config.parallel.dp_replicate} copies" if config.parallel.dp_replicate > 1 else "one copy")
+        words.append(f"reshard_after_forward {config.fsdp.reshard_after_forward}")
+        words += ["on the host"] if config.fsdp.cpu_offload else []
     return ", ".join([*words, str(config.precision.dtype)])
 
 

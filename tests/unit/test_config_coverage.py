@@ -45,6 +45,7 @@ CONTEXTS = {
     "batch.accumulation": {},
     "model.pad_embeddings_to_multiple_of": {"model": {"resize_embeddings": True}},
     "optimizer.momentum": {"optimizer": {"name": "sgd"}},
+    "evaluation.max_new_tokens": {"evaluation": {"generate_samples": 1}},
     "evaluation.greater_is_better": {"evaluation": {"metric_for_best_model": "accuracy"}},
     "evaluation.early_stopping_threshold": {"evaluation": {"early_stopping_patience": 1}},
     "checkpoint.resume_weights_only": {"checkpoint": {"resume": "auto"}},

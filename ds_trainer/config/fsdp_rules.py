@@ -1,0 +1,181 @@
+"""FSDP2: what its section and ZeRO's words for it lead to, and what contradicts. Pure.
+
+Stage 3 is `reshard_after_forward` true, stage 2 false; ZeRO++'s secondary partition is a number. FSDP2 offloads
+parameters, gradients and optimizer states together.
+
+Source: torch/distributed/fsdp/_fully_shard/_fully_shard.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from ds_trainer.config.asked import Asked
+from ds_trainer.config.backend import backend
+from ds_trainer.config.resolved import Machine
+from ds_trainer.config.schema import RunConfig
+from ds_trainer.errors import ConfigError
+
+_STAGES = {2: False, 3: True}
+
+
+def check_fsdp(config: RunConfig, asked: Asked) -> Iterator[ConfigError]:
+    """Every fault that shows without knowing the machine."""
+    if backend(config) != "fsdp2":
+        return
+    yield from _stage(config, asked)
+    yield from _offload(config, asked)
+    yield from _wrapping(config, asked)
+    precision = config.precision
+    if None not in (precision.grad_dtype, precision.communication_data_type) and (
+        precision.grad_dtype != precision.communication_data_type
+    ):
+        yield ConfigError(
+            f"{asked.says('precision.grad_dtype')} and {asked.says('precision.communication_data_type')}",
+            "FSDP2 accumulates micro-batches in the format in which it reduces them",
+            "set both to the same format, or remove one",
+        )
+    if config.parallel.engine == "accelerate" and type(config.fsdp.reshard_after_forward) is int:
+        yield ConfigError(
+            f"{asked.says('fsdp.reshard_after_forward')} with parallel.engine 'accelerate'",
+            "accelerate's FSDP plugin takes true or false",
+            "set fsdp.reshard_after_forward to true, or parallel.engine to fsdp2",
+        )
+
+
+def check_fsdp_machine(config: RunConfig, asked: Asked, machine: Machine) -> Iterator[ConfigError]:
+    """Every fault that shows once the number of ranks is known."""
+    if backend(config) != "fsdp2":
+        return
+    replicate, shard = config.parallel.dp_replicate, config.parallel.dp_shard
+    if machine.world % replicate or (shard is not None and replicate * shard != machine.world):
+        sizes = [n for n in range(1, machine.world + 1) if machine.world % n == 0]
+        yield ConfigError(
+            f"{asked.says('parallel.dp_replicate')} and {asked.says('parallel.dp_shard')} on {machine.world} ranks",
+            "ranks = dp_replicate x dp_shard",
+            f"set parallel.dp_replicate to one of {', '.join(map(str, sizes))}, and remove parallel.dp_shard",
+        )
+        return
+    cut = machine.world // replicate
+    number = _reshard(config, asked)[0]
+    if type(number) is int and (cut % number or number >= cut):
+        works = [n for n in range(2, cut) if cut % n == 0]
+        key = "fsdp.reshard_after_forward" if asked("fsdp.reshard_after_forward") else "zero.zero_hpz_partition_size"
+        yield ConfigError(
+            f"{asked.says(key)} with {cut} ranks to a copy of the model",
+            "the number divides these ranks and is smaller",
+            f"set {key} to {' or '.join(map(str, works))}" if works else f"remove {key}: {cut} ranks allow no number",
+        )
+
+
+def derive_fsdp(config: RunConfig, asked: Asked, machine: Machine) -> dict[str, tuple[Any, str]]:
+    """Open values of `fsdp` and `parallel` -> value and reason."""
+    derived: dict[str, tuple[Any, str]] = {}
+    if config.parallel.dp_shard is None:
+        replicate = config.parallel.dp_replicate
+        derived["parallel.dp_shard"] = (machine.world // replicate, f"{machine.world} ranks / dp_replicate {replicate}")
+    if config.fsdp.reshard_after_forward is None:
+        derived["fsdp.reshard_after_forward"] = _reshard(config, asked)
+    if config.fsdp.cpu_offload is None:
+        on_host = config.zero.offload_param.device == "cpu"
+        reason = "zero.offload_optimizer and zero.offload_param" if on_host else "nothing asks for it"
+        derived["fsdp.cpu_offload"] = (on_host, reason)
+    if config.fsdp.pin_memory is None:
+        derived["fsdp.pin_memory"] = _pin_memory(config, machine)
+    return derived
+
+
+def _pin_memory(config: RunConfig, machine: Machine) -> tuple[bool, str]:
+    for name in ("offload_optimizer", "offload_param"):
+        if (said := getattr(config.zero, name).pin_memory) is not None:
+            return said, f"zero.{name}.pin_memory"
+    return machine.device == "cuda", f"the device is {machine.device}"
+
+
+def _reshard(config: RunConfig, asked: Asked) -> tuple[bool | int, str]:
+    """`reshard_after_forward` and where it comes from."""
+    value = config.fsdp.reshard_after_forward
+    if value is not None:
+        return value, asked.origin("fsdp.reshard_after_forward")
+    if config.zero.zero_hpz_partition_size > 1:
+        return config.zero.zero_hpz_partition_size, "zero.zero_hpz_partition_size"
+    if asked("zero.stage") and config.zero.stage in _STAGES:
+        return _STAGES[config.zero.stage], f"zero.stage {config.zero.stage}"
+    return True, "least memory, as fully_shard does"
+
+
+def _stage(config: RunConfig, asked: Asked) -> Iterator[ConfigError]:
+    stage, reshard = config.zero.stage, config.fsdp.reshard_after_forward
+    if not asked("zero.stage"):
+        return
+    if stage not in _STAGES:
+        yield ConfigError(
+            f"{asked.says('zero.stage')} with parallel.engine {config.parallel.engine!r} on fsdp2",
+            "FSDP2 cuts gradients and optimizer states always, and keeps parameters (2) or frees them (3)",
+            "set zero.stage to 2 or 3, or parallel.engine to " + ("ddp" if stage == 0 else "deepspeed"),
+        )
+    elif reshard is not None and bool(reshard) != _STAGES[stage]:
+        yield ConfigError(
+            f"{asked.says('fsdp.reshard_after_forward')} and {asked.says('zero.stage')}",
+            "stage 3 frees parameters after the forward pass, stage 2 does not",
+            "remove one of the two",
+        )
+    hpz = config.zero.zero_hpz_partition_size
+    if hpz > 1 and (stage == 2 or reshard not in (None, hpz)):
+        yield ConfigError(
+            f"{asked.says('zero.zero_hpz_partition_size')}, {asked.says('zero.stage')} and "
+            f"{asked.says('fsdp.reshard_after_forward')}",
+            "ZeRO++'s secondary partition is reshard_after_forward as a number",
+            "set fsdp.reshard_after_forward alone",
+        )
+
+
+def _offload(config: RunConfig, asked: Asked) -> Iterator[ConfigError]:
+    devices = {name: getattr(config.zero, name).device for name in ("offload_optimizer", "offload_param")}
+    nvme = [name for name, device in devices.items() if device == "nvme"]
+    for name in nvme:
+        yield ConfigError(
+            f"{asked.says(f'zero.{name}.device')} on fsdp2",
+            "FSDP2 offloads to the host, and has no NVMe",
+            f"set zero.{name}.device to cpu, or parallel.engine to deepspeed",
+        )
+    if nvme:
+        return
+    on_host = set(devices.values())
+    if len(on_host) == 2 and config.fsdp.cpu_offload is None:
+        yield ConfigError(
+            f"{asked.says('zero.offload_optimizer.device')} and {asked.says('zero.offload_param.device')} on fsdp2",
+            "FSDP2 keeps parameters, gradients and optimizer states on the host together, or none of them",
+            "set both to cpu, or fsdp.cpu_offload to true or false",
+        )
+    elif config.fsdp.cpu_offload is False and "cpu" in on_host:
+        yield ConfigError(
+            f"{asked.says('fsdp.cpu_offload')}, {asked.says('zero.offload_optimizer.device')} and "
+            f"{asked.says('zero.offload_param.device')}",
+            "they say the same thing twice, and differ",
+            "remove fsdp.cpu_offload, or both devices",
+        )
+    if asked("fsdp.pin_memory") and not config.fsdp.cpu_offload and on_host != {"cpu"}:
+        yield ConfigError(
+            f"{asked.says('fsdp.pin_memory')} without fsdp.cpu_offload",
+            "host memory is page-locked for offload only",
+            "set fsdp.cpu_offload to true or remove fsdp.pin_memory",
+        )
+
+
+def _wrapping(config: RunConfig, asked: Asked) -> Iterator[ConfigError]:
+    users = {"transformer_layer_cls_to_wrap": "transformer_based_wrap", "min_num_params": "size_based_wrap"}
+    for name, policy in users.items():
+        if asked(f"fsdp.{name}") and config.fsdp.auto_wrap_policy != policy:
+            yield ConfigError(
+                f"{asked.says(f'fsdp.{name}')} and {asked.says('fsdp.auto_wrap_policy')}",
+                f"it is used by {policy} only",
+                f"set fsdp.auto_wrap_policy to {policy} or remove fsdp.{name}",
+            )
+    if asked("fsdp.prefetch_depth") and config.fsdp.auto_wrap_policy == "no_wrap":
+        yield ConfigError(
+            f"{asked.says('fsdp.prefetch_depth')} and {asked.says('fsdp.auto_wrap_policy')}",
+            "what is gathered all at once cannot be gathered ahead",
+            "remove one of the two",
+        )

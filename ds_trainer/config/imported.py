@@ -1,0 +1,66 @@
+"""What an import of another tool's config found: the unified JSON, and the fate of every line of the file. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from ds_trainer.config.keys import assign
+
+Fate = Literal["carried", "changed", "dropped"]
+
+
+@dataclass(frozen=True)
+class Line:
+    """What became of one key of the file.
+
+    Args:
+        key: The file's dotted key.
+        value: Its value there.
+        fate: `carried`: means the same here. `changed`: carried, and means something else in part, which `note` says.
+            `dropped`: cannot be carried; `note` says why and what to do.
+        ours: Dotted keys here that it led to.
+        note: One line for people; empty where there is nothing to say.
+    """
+
+    key: str
+    value: Any
+    fate: Fate
+    ours: tuple[str, ...] = ()
+    note: str = ""
+
+
+@dataclass
+class Imported:
+    """A config in the making, with its report.
+
+    Args:
+        tree: The unified JSON so far.
+        lines: One line for every key that was read.
+    """
+
+    tree: dict[str, Any] = field(default_factory=dict)
+    lines: list[Line] = field(default_factory=list)
+
+    def carry(self, key: str, value: Any, ours: dict[str, Any], note: str = "", changed: bool = False) -> None:
+        """Sets our keys, and reports that a key of the file led to them.
+
+        Args:
+            key: The file's dotted key.
+            value: Its value there.
+            ours: Our dotted key -> value.
+            note: What to tell people.
+            changed: Whether it means something else here.
+        """
+        for name, item in ours.items():
+            assign(self.tree, name, item)
+        self.lines.append(Line(key, value, "changed" if changed else "carried", tuple(ours), note))
+
+    def drop(self, key: str, value: Any, note: str) -> None:
+        """Reports that a key of the file cannot be carried, and why."""
+        self.lines.append(Line(key, value, "dropped", (), note))
+
+    def of(self, fate: Fate) -> Iterator[Line]:
+        """The lines of one fate."""
+        return (line for line in self.lines if line.fate == fate)
