@@ -1,4 +1,4 @@
-"""What this package costs: its steps and its start, held against a bare DeepSpeed loop and transformers' Trainer.
+"""What this package costs: its steps and its start, held against bare loops on DeepSpeed and FSDP2, and the HF Trainer.
 
     python benchmarks/overhead.py
 
@@ -7,8 +7,8 @@ comparison take turns, so that a slow spell of the machine hits both; tokens/s a
 is taken within each pair, and the median of the pairs is what counts. All sides train the same model on the same
 samples and must find the same losses.
 
-Logging: ours writes a line of metrics every step and transformers' Trainer logs every step; the bare loop prints
-nothing, gathers its losses after the clock has stopped, and neither checks samples nor asks the other rank for faults.
+Logging: ours writes a line of metrics every step and transformers' Trainer logs every step; the bare loops print
+nothing, gather their losses after the clock has stopped, and neither check samples nor ask the other rank for faults.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ TIMEOUT_S = 180.0
 LOSS_TOLERANCE = 1e-5
 OURS_DDP, HF_DDP = ("ours.py", "ddp"), ("hf_trainer.py",)
 OURS_ZERO2, BARE_ZERO2 = ("ours.py", "deepspeed"), ("bare_deepspeed.py",)
+OURS_FSDP2, BARE_FSDP2 = ("ours.py", "fsdp2"), ("bare_fsdp2.py",)
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -65,12 +66,14 @@ class Ratio:
 def main() -> None:
     console = Console()
     console.print(f"{RANKS} ranks, steps {WARM_UP + 1} to {STEPS} timed, {PAIRS} pairs; {os.cpu_count()} cores")
-    zero2, ddp = [], []
+    zero2, fsdp2, ddp = [], [], []
     for _ in range(PAIRS):
         zero2.append(measure_pair(console, OURS_ZERO2, BARE_ZERO2))
+        fsdp2.append(measure_pair(console, OURS_FSDP2, BARE_FSDP2))
         ddp.append(measure_pair(console, OURS_DDP, HF_DDP))
     ratios = [
         ratio("ratio_vs_bare", zero2, "tokens_per_s", "tokens/s"),
+        ratio("ratio_vs_bare_fsdp2", fsdp2, "tokens_per_s", "tokens/s"),
         ratio("ratio_vs_hf", ddp, "tokens_per_s", "tokens/s"),
         ratio("first_step_ratio", ddp, "first_step_s", "s"),
     ]

@@ -48,7 +48,7 @@ def make_rows() -> list[dict[str, list[int]]]:
 
 
 def run_config(engine: str, output_dir: str) -> dict[str, Any]:
-    """The run as a config of ds_trainer; engine is `ddp`, or `deepspeed` for ZeRO stage 2."""
+    """The run as a config of ds_trainer; engine is `ddp`, `fsdp2`, or `deepspeed` for ZeRO stage 2."""
     return {
         "parallel": {"engine": engine},
         "data": {"shuffle": False},

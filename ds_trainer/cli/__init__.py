@@ -73,6 +73,11 @@ def _add_config(parser: argparse.ArgumentParser) -> None:
         )
         action.add_argument("--device", choices=("cpu", "cuda"), help="kind of device (default: this machine's)")
         action.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    actions.choices["show"].add_argument(
+        "--backend",
+        choices=("deepspeed", "fsdp2", "ddp", "accelerate", "all"),
+        help="print instead what this engine, or each of them, does with every key",
+    )
     translate = actions.choices["translate"]
     translate.add_argument("--to", choices=("deepspeed",), default="deepspeed", help="engine (default: %(default)s)")
     translate.add_argument(

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from ds_trainer.config.backend import backend, engine_column
 from ds_trainer.config.coverage import coverage, covered_engines
+from ds_trainer.config.engine_table import ENGINES, cell
 from ds_trainer.config.io import load_config, read_config
 from ds_trainer.config.keys import flatten, leaf_values
 from ds_trainer.config.local_files import check_files
@@ -108,6 +109,13 @@ def _show(args: argparse.Namespace) -> int:
     resolved = _resolved(args)
     # A pipe or a file has no width to fit: each key stays on one line, so that grep finds it.
     console = Console(width=None if sys.stdout.isatty() else 1000)
+    if args.backend is not None:
+        engines = ENGINES if args.backend == "all" else (args.backend,)
+        fates = Table(Column("key", no_wrap=True), Column("value", overflow="fold"), *engines, title=args.config)
+        for key, item in leaf_values(resolved.config).items():
+            fates.add_row(key, json.dumps(item), *(cell(key, engine) for engine in engines))
+        console.print(fates)
+        return 0
     title = f"{args.config} on {args.world} x {resolved.machine.device}"
     value, reason = Column("value", overflow="fold"), Column("where from, or why", overflow="fold")
     table = Table(Column("key", no_wrap=True), value, reason, title=title)

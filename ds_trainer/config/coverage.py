@@ -66,10 +66,14 @@ _TABLE: dict[str, dict[str, Coverage]] = {
     | {
         "parallel.dp_replicate": Coverage("mapped", "mesh"),
         "parallel.dp_shard": Coverage("mapped", "mesh"),
-        "fsdp": Coverage("mapped", "arguments of fully_shard and its policies"),
-        "fsdp.prefetch_depth": Coverage(
-            "mapped", "set_modules_to_forward_prefetch and set_modules_to_backward_prefetch"
-        ),
+        "fsdp.reshard_after_forward": Coverage("mapped", "reshard_after_forward of fully_shard"),
+        "fsdp.cpu_offload": Coverage("mapped", "CPUOffloadPolicy"),
+        "fsdp.pin_memory": Coverage("mapped", "CPUOffloadPolicy.pin_memory"),
+        "fsdp.buffer_dtype": Coverage("mapped", "buffers are cast when they are loaded"),
+        "fsdp.auto_wrap_policy": Coverage("mapped", "which modules fully_shard is called on"),
+        "fsdp.transformer_layer_cls_to_wrap": Coverage("mapped", "which modules fully_shard is called on"),
+        "fsdp.min_num_params": Coverage("mapped", "which modules fully_shard is called on"),
+        "fsdp.prefetch_depth": Coverage("mapped", "set_modules_to_forward_prefetch, set_modules_to_backward_prefetch"),
         "precision.dtype": Coverage("mapped", "MixedPrecisionPolicy.param_dtype"),
         "precision.grad_dtype": Coverage("mapped", "MixedPrecisionPolicy.reduce_dtype, in which it accumulates too"),
         "precision.communication_data_type": Coverage("mapped", "MixedPrecisionPolicy.reduce_dtype"),

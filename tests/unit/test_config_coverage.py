@@ -13,6 +13,7 @@ from ds_trainer.config.resolve import resolve
 from ds_trainer.config.resolved import Machine
 from ds_trainer.config.schema import RunConfig
 from ds_trainer.config.to_deepspeed import to_deepspeed
+from ds_trainer.config.torch_snippet import ddp_snippet, fsdp2_snippet
 from ds_trainer.errors import ConfigErrors
 
 GPU = Machine(4, "cuda", ("fp32", "bf16", "fp16"), "Ampere")
@@ -50,7 +51,20 @@ CONTEXTS = {
     "evaluation.early_stopping_threshold": {"evaluation": {"early_stopping_patience": 1}},
     "checkpoint.resume_weights_only": {"checkpoint": {"resume": "auto"}},
     "checkpoint.allow_global_size_change": {"checkpoint": {"resume": "auto"}},
+    "ddp.powersgd_rank": {"ddp": {"comm_hook": "powersgd"}},
     "schedule.decay_ratio": {"schedule": {"name": "wsd"}},
+}
+
+
+# What these need on fsdp2 instead.
+ON_HOST = {"zero": {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}}
+FSDP2_CONTEXTS = {
+    "zero.stage": {"zero": {"stage": 2}},
+    "zero.offload_optimizer.pin_memory": ON_HOST,
+    "zero.offload_param.pin_memory": ON_HOST,
+    "fsdp.pin_memory": {"fsdp": {"cpu_offload": True}},
+    "fsdp.min_num_params": {"fsdp": {"auto_wrap_policy": "size_based_wrap"}},
+    "fsdp.transformer_layer_cls_to_wrap": {"fsdp": {"auto_wrap_policy": "transformer_based_wrap"}},
 }
 
 
@@ -61,12 +75,20 @@ def candidates(annotation):
     return [*literals, *nested, True, False, 2, 4, 16, 0.5, 0.25, [0.5, 0.6], "7GB", ["wandb"], {"dump_state": True}]
 
 
-def with_key(key, engine, value):
-    raw = json.loads(json.dumps({"parallel": {"engine": engine}}))
+def of_column(column):
+    """The config that runs on the engine of a column."""
+    engine, _, backend = column.partition("+")
+    return {"parallel": {"engine": engine}} | ({"accelerate": {"backend": backend}} if backend else {})
+
+
+def with_key(key, column, value):
+    raw = of_column(column)
     parts = key.split(".")
     context = next(CONTEXTS[p] for n in range(len(parts), -1, -1) if (p := ".".join(parts[:n])) in CONTEXTS)
+    if column.endswith("fsdp2"):
+        context = FSDP2_CONTEXTS.get(key, {} if "zero" in context else context)
     for section, content in json.loads(json.dumps(context)).items():
-        if engine == "deepspeed" or section != "zero":
+        if section != "zero" or not column.endswith("ddp"):
             raw.setdefault(section, {}).update(content)
     before = json.loads(json.dumps(raw))
     assign(raw, key, value)
@@ -93,8 +115,48 @@ def keys_that_are(status, engine):
     return [key for key in leaf_fields() if coverage(key, engine).status == status]
 
 
-def translated(raw):
-    return to_deepspeed(resolve(*load_config(raw), GPU))
+def code_of(snippet):
+    """Less the comments, which say what the loop around it has to do."""
+    return lambda resolved: [line for line in snippet(resolved).splitlines() if not line.startswith("#")]
+
+
+TRANSLATIONS = {"deepspeed": to_deepspeed, "fsdp2": code_of(fsdp2_snippet), "ddp": code_of(ddp_snippet)}
+"""What a backend gets."""
+
+
+def translated(raw, backend):
+    return TRANSLATIONS[backend](resolve(*load_config(raw), GPU))
+
+
+def accepted(key, column):
+    """What the backend gets before and after, for every value of a key that the rules admit in some run."""
+    backend = column.partition("+")[2] or column
+    for before, after in changes(key, column):
+        try:
+            yield translated(before, backend), translated(after, backend)
+        except ConfigErrors:
+            continue
+
+
+# The first chooses the column, the second is checked against the ranks, the others go together.
+NOT_BY_THEMSELVES = [
+    "accelerate.backend",
+    "parallel.dp_shard",
+    *(f"zero.{part}.device" for part in ("offload_optimizer", "offload_param")),
+]
+MAPPED = [
+    (column, key)
+    for column in ("deepspeed", "fsdp2", "ddp", "accelerate+fsdp2")
+    for key in keys_that_are("mapped", column)
+    if column == "deepspeed" or key not in NOT_BY_THEMSELVES
+]
+# A snippet names the device.
+IMPLIED = [
+    (column, key)
+    for column in ("deepspeed", "fsdp2", "ddp")
+    for key in keys_that_are("implied", column)
+    if key not in ("$schema", "parallel.engine") and not (key == "run.device" and column != "deepspeed")
+]
 
 
 @pytest.mark.parametrize("engine", covered_engines())
@@ -102,28 +164,16 @@ def test_every_key_has_an_entry_with_a_note(engine):
     assert all(coverage(key, engine).note for key in leaf_fields())
 
 
-@pytest.mark.parametrize("key", keys_that_are("mapped", "deepspeed"))
-def test_a_mapped_key_changes_what_deepspeed_gets(key):
-    accepted = []
-    for before, after in changes(key, "deepspeed"):
-        try:
-            accepted.append(translated(before) != translated(after))
-        except ConfigErrors:
-            continue
-    assert accepted and any(accepted)
+@pytest.mark.parametrize("column, key", MAPPED)
+def test_a_mapped_key_changes_what_the_engine_gets(column, key):
+    pairs = list(accepted(key, column))
+    assert pairs and any(before != after for before, after in pairs)
 
 
-@pytest.mark.parametrize(
-    "key", [k for k in keys_that_are("implied", "deepspeed") if k not in ("$schema", "parallel.engine")]
-)
-def test_an_implied_key_leaves_what_deepspeed_gets_alone(key):
-    accepted = []
-    for before, after in changes(key, "deepspeed"):
-        try:
-            accepted.append(translated(before) == translated(after))
-        except ConfigErrors:
-            continue
-    assert accepted and all(accepted)
+@pytest.mark.parametrize("column, key", IMPLIED)
+def test_an_implied_key_leaves_what_the_engine_gets_alone(column, key):
+    pairs = list(accepted(key, column))
+    assert pairs and all(before == after for before, after in pairs)
 
 
 @pytest.mark.parametrize("engine, key", [(e, k) for e in covered_engines() for k in keys_that_are("refused", e)])
@@ -140,3 +190,9 @@ def test_a_refused_key_stops_the_run_when_it_asks_for_something(engine, key):
 def test_a_key_without_effect_is_warned_of(engine, key):
     _, after = next(changes(key, engine))
     assert any(f"{key} has no effect" in text for text in resolve(*load_config(after), GPU).warnings)
+
+
+def test_both_offloads_together_are_fsdp2s_one():
+    plain, on_host = ({"parallel": {"engine": "fsdp2"}} | more for more in ({}, ON_HOST))
+    assert not any('offload_policy": CPUOffloadPolicy' in line for line in translated(plain, "fsdp2"))
+    assert any('offload_policy": CPUOffloadPolicy(pin_memory=True)' in line for line in translated(on_host, "fsdp2"))

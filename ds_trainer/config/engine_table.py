@@ -1,0 +1,56 @@
+"""What every engine does with every key, as people read it: for `config show --backend` and the README. Pure."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from ds_trainer.config.coverage import Coverage, coverage
+from ds_trainer.config.keys import leaf_fields
+from ds_trainer.config.native_keys import unified_keys
+
+BACKENDS = ("deepspeed", "fsdp2", "ddp")
+ENGINES = (*BACKENDS, "accelerate")
+
+_AS_BACKEND = "as what it runs on"
+
+
+def cell(key: str, engine: str) -> str:
+    """The fate of a key on an engine and its note; of an implied key the one word."""
+    if engine == "deepspeed" and key in (natives := _native_names()):
+        return f"mapped: {natives[key]}"
+    if engine != "accelerate":
+        return _text(coverage(key, engine))
+    own = {name: coverage(key, f"accelerate+{name}") for name in BACKENDS}
+    if len({fate.status for fate in own.values()}) == 1:
+        return _text(own["deepspeed"]) if len(set(own.values())) == 1 else _AS_BACKEND
+    departures = [f"on {name} {_text(fate)}" for name, fate in own.items() if fate != coverage(key, name)]
+    return "; ".join([_AS_BACKEND, *departures])
+
+
+def section_row(section: str) -> list[str]:
+    """The fates of a section's keys on each engine, in the order of the keys."""
+    keys = [key for key in leaf_fields() if key.split(".")[0] == section]
+    row = []
+    for engine in BACKENDS:
+        fates = dict.fromkeys(_word(coverage(key, engine)) for key in keys)
+        row.append(", ".join(fates))
+    cells = dict.fromkeys(cell(key, "accelerate").partition(":")[0] for key in keys)
+    return [*row, ", ".join(cells)]
+
+
+@cache
+def _native_names() -> dict[str, str]:
+    """Our key -> the longest of DeepSpeed's names for it, which is the one of today."""
+    names: dict[str, str] = {}
+    for native, ours in unified_keys().items():
+        if coverage(ours, "deepspeed").status == "mapped" and len(native) > len(names.get(ours, "")):
+            names[ours] = native
+    return names
+
+
+def _word(fate: Coverage) -> str:
+    return fate.status.replace("_", " ")
+
+
+def _text(fate: Coverage) -> str:
+    return "implied" if fate.status == "implied" else f"{_word(fate)}: {fate.note}"

@@ -1,0 +1,167 @@
+"""A resolved config as a Python file for a loop of one's own on torch's FSDP2 or DDP. Pure.
+
+It has `wrap(model)`, for a transformers model, and says in comments what the loop must do so that the numbers are ours.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ds_trainer.config.resolved import ResolvedConfig
+from ds_trainer.config.to_torch import ddp_arguments, fsdp2_arguments
+
+_DTYPES = {"fp32": "torch.float32", "bf16": "torch.bfloat16", "fp16": "torch.float16"}
+_LOOP = """
+# The step: divide the sum of the token losses by the label tokens of all ranks and micro-batches; {shares}.
+# Before the update: clip the global norm to {clip}. {steps}"""
+
+
+def fsdp2_snippet(resolved: ResolvedConfig) -> str:
+    """A file whose `wrap(model)` shards as the fsdp2 engine does."""
+    config, arguments = resolved.config, fsdp2_arguments(resolved)
+    axes = ", ".join(f"{name!r}" for name in arguments.mesh)
+    sizes = ", ".join(str(size) for size in arguments.mesh.values())
+    policy = f"param_dtype={_dtype(arguments.param_dtype)}, reduce_dtype={_dtype(arguments.reduce_dtype)}"
+    offload = f"CPUOffloadPolicy(pin_memory={arguments.pin_memory})" if arguments.cpu_offload else "OffloadPolicy()"
+    lines = [
+        "import torch",
+        "from torch.distributed.device_mesh import init_device_mesh",
+        "from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard",
+        "",
+        "",
+        "def wrap(model):",
+        '    """Cuts a model with fp32 parameters, block by block, then what is left."""',
+        f"    mesh = init_device_mesh({config.run.device!r}, ({sizes},), mesh_dim_names=({axes},))",
+        "    options = {",
+        '        "mesh": mesh,',
+        f'        "reshard_after_forward": {arguments.reshard_after_forward},',
+        f'        "mp_policy": MixedPrecisionPolicy({policy}),',
+        f'        "offload_policy": {offload},',
+        "    }",
+        *_blocks(config.fsdp),
+        "    for block in blocks:",
+        "        fully_shard(block, **options)",
+        "    fully_shard(model, **options)",
+        "    # Gradients are summed over the ranks; gloo knows no scaled sum.",
+        "    model.set_force_sum_reduction_for_comms(True)",
+        "    model.set_gradient_divide_factor(1.0)",
+        *_prefetch(config.fsdp.prefetch_depth),
+        *_buffers(arguments.buffer_dtype),
+        "    return model",
+        "",
+        *_scaler(resolved),
+        _loop(resolved, "shares of ranks add up"),
+        "# model.set_requires_gradient_sync(is_last_microbatch) before each forward.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def ddp_snippet(resolved: ResolvedConfig) -> str:
+    """A file whose `wrap(model)` replicates as the ddp engine does."""
+    config = resolved.config
+    options = ", ".join(f"{name}={value!r}" for name, value in ddp_arguments(resolved).items())
+    lines = [
+        "import torch",
+        "from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook",
+        "from torch.nn.parallel import DistributedDataParallel",
+        "",
+        "",
+        "def wrap(model):",
+        '    """Replicates a model with fp32 parameters, which lies on its device."""',
+        f"    model = DistributedDataParallel(model, {options})",
+        *_comm_hook(config.ddp),
+        "    return model",
+        "",
+        *_scaler(resolved),
+    ]
+    if config.precision.dtype != "fp32":
+        autocast = f"torch.autocast({config.run.device!r}, {_dtype(config.precision.dtype)})"
+        lines.append(f"# Forward passes run under {autocast}.")
+    lines += [
+        _loop(resolved, "times the ranks, over which DDP averages"),
+        "# All micro-batches but the last run under model.no_sync().",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _dtype(name: str | None) -> str:
+    return "None" if name is None else _DTYPES[name]
+
+
+def _blocks(fsdp: Any) -> list[str]:
+    match fsdp.auto_wrap_policy:
+        case "no_wrap":
+            return ["    blocks = []"]
+        case "size_based_wrap":
+            size = fsdp.min_num_params or 100_000_000
+            return [
+                f"    # Innermost modules of {size:,} elements and more; those that share a parameter stay in the root.",
+                "    users = {}",
+                "    for module in model.modules():",
+                "        for parameter in module.parameters(recurse=False):",
+                "            users.setdefault(parameter, []).append(module)",
+                "    shared = {id(module) for modules in users.values() if len(modules) > 1 for module in modules}",
+                "    blocks = []",
+                "    for module in reversed(list(model.modules())[1:]):",
+                "        inside = list(module.modules())",
+                "        taken = {p for block in blocks if block in inside for p in block.parameters()}",
+                "        left = sum(p.numel() for p in module.parameters() if p not in taken)",
+                f"        if left >= {size} and not shared & {{id(each) for each in inside}}:",
+                "            blocks.append(module)",
+            ]
+        case _:
+            classes = fsdp.transformer_layer_cls_to_wrap
+            names = repr(set(classes)) if classes else "set(model._no_split_modules)"
+            return [f"    blocks = [module for module in model.modules() if type(module).__name__ in {names}]"]
+
+
+def _prefetch(depth: int | None) -> list[str]:
+    if depth is None:
+        return []
+    return [
+        "    for i, block in enumerate(blocks):",
+        f"        block.set_modules_to_forward_prefetch(blocks[i + 1 : i + 1 + {depth}])",
+        f"        block.set_modules_to_backward_prefetch(blocks[max(0, i - {depth}) : i][::-1])",
+    ]
+
+
+def _buffers(name: str | None) -> list[str]:
+    if name is None:
+        return []
+    return [
+        "    for buffer in model.buffers():",
+        "        if buffer.is_floating_point():",
+        f"            buffer.data = buffer.to({_dtype(name)})",
+    ]
+
+
+def _comm_hook(ddp: Any) -> list[str]:
+    match ddp.comm_hook:
+        case None:
+            return []
+        case "powersgd":
+            rank = ddp.powersgd_rank
+            return [
+                "    state = powerSGD_hook.PowerSGDState("
+                f"None, matrix_approximation_rank={rank}, start_powerSGD_iter=2)",
+                "    model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)",
+            ]
+        case name:
+            return [f"    model.register_comm_hook(None, default_hooks.{name}_compress_hook)"]
+
+
+def _scaler(resolved: ResolvedConfig) -> list[str]:
+    config = resolved.config
+    if config.precision.dtype != "fp16":
+        return []
+    scale = config.precision.loss_scale
+    options = f"init_scale=2.0**{scale.initial_scale_power}, growth_interval={scale.loss_scale_window}"
+    return ["", f"scaler = torch.amp.GradScaler({config.run.device!r}, {options})"]
+
+
+def _loop(resolved: ResolvedConfig, shares: str) -> str:
+    config = resolved.config
+    batch = config.batch
+    clip = f"{config.optimizer.max_grad_norm:g} ({config.optimizer.norm_type})"
+    steps = f"Micro-batches of {batch.micro_size}, {batch.accumulation} of them a step, on {resolved.data_ranks} ranks."
+    return _LOOP.format(shares=shares, clip=clip, steps=steps)
