@@ -5,6 +5,7 @@ It has `wrap(model)`, for a transformers model, and says in comments what the lo
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from ds_trainer.config.resolved import ResolvedConfig
@@ -12,17 +13,19 @@ from ds_trainer.config.to_torch import ddp_arguments, fsdp2_arguments
 
 _DTYPES = {"fp32": "torch.float32", "bf16": "torch.bfloat16", "fp16": "torch.float16"}
 _LOOP = """
-# The step: divide the sum of the token losses by the label tokens of all ranks and micro-batches; {shares}.
-# Before the update: clip the global norm to {clip}. {steps}"""
+# A step: {steps}
+# Its loss: the sum of the token losses divided by the label tokens of all ranks and micro-batches; {shares}.
+# Before the update: clip the global norm to {clip}."""
 
 
 def fsdp2_snippet(resolved: ResolvedConfig) -> str:
     """A file whose `wrap(model)` shards as the fsdp2 engine does."""
     config, arguments = resolved.config, fsdp2_arguments(resolved)
-    axes = ", ".join(f"{name!r}" for name in arguments.mesh)
+    axes = ", ".join(f'"{name}"' for name in arguments.mesh)
     sizes = ", ".join(str(size) for size in arguments.mesh.values())
     policy = f"param_dtype={_dtype(arguments.param_dtype)}, reduce_dtype={_dtype(arguments.reduce_dtype)}"
     offload = f"CPUOffloadPolicy(pin_memory={arguments.pin_memory})" if arguments.cpu_offload else "OffloadPolicy()"
+    reshard = arguments.reshard_after_forward
     lines = [
         "import torch",
         "from torch.distributed.device_mesh import init_device_mesh",
@@ -31,26 +34,27 @@ def fsdp2_snippet(resolved: ResolvedConfig) -> str:
         "",
         "def wrap(model):",
         '    """Cuts a model with fp32 parameters, block by block, then what is left."""',
-        f"    mesh = init_device_mesh({config.run.device!r}, ({sizes},), mesh_dim_names=({axes},))",
+        f'    mesh = init_device_mesh("{config.run.device}", ({sizes},), mesh_dim_names=({axes},))',
         "    options = {",
         '        "mesh": mesh,',
-        f'        "reshard_after_forward": {arguments.reshard_after_forward},',
         f'        "mp_policy": MixedPrecisionPolicy({policy}),',
         f'        "offload_policy": {offload},',
         "    }",
-        *_blocks(config.fsdp),
-        "    for block in blocks:",
-        "        fully_shard(block, **options)",
-        "    fully_shard(model, **options)",
+        *_parts(config.fsdp),
+        "    for part in reversed(parts):  # Inner ones first.",
+        f"        fully_shard(part, reshard_after_forward={reshard}, **options)",
+        "    # What is left is needed first in the backward pass.",
+        f"    fully_shard(model, reshard_after_forward=False if parts else {reshard}, **options)",
         "    # Gradients are summed over the ranks; gloo knows no scaled sum.",
-        "    model.set_force_sum_reduction_for_comms(True)",
-        "    model.set_gradient_divide_factor(1.0)",
+        "    for part in (model, *parts):",
+        "        part.set_force_sum_reduction_for_comms(True)",
+        "        part.set_gradient_divide_factor(1.0)",
         *_prefetch(config.fsdp.prefetch_depth),
         *_buffers(arguments.buffer_dtype),
         "    return model",
         "",
         *_scaler(resolved),
-        _loop(resolved, "shares of ranks add up"),
+        _loop(resolved, "it adds up over ranks"),
         "# model.set_requires_gradient_sync(is_last_microbatch) before each forward.",
     ]
     return "\n".join(lines) + "\n"
@@ -88,40 +92,47 @@ def _dtype(name: str | None) -> str:
     return "None" if name is None else _DTYPES[name]
 
 
-def _blocks(fsdp: Any) -> list[str]:
+def _parts(fsdp: Any) -> list[str]:
     match fsdp.auto_wrap_policy:
         case "no_wrap":
-            return ["    blocks = []"]
+            return ["    parts = []"]
         case "size_based_wrap":
             size = fsdp.min_num_params or 100_000_000
             return [
-                f"    # Innermost modules of {size:,} elements and more; those that share a parameter stay in the root.",
+                f"    # Modules with {size:,} elements that no chosen module inside of them has.",
+                "    # What shares a parameter with another module stays in the model's own part.",
                 "    users = {}",
                 "    for module in model.modules():",
                 "        for parameter in module.parameters(recurse=False):",
                 "            users.setdefault(parameter, []).append(module)",
-                "    shared = {id(module) for modules in users.values() if len(modules) > 1 for module in modules}",
-                "    blocks = []",
+                "    shared = {module for modules in users.values() if len(modules) > 1 for module in modules}",
+                "    parts = []",
                 "    for module in reversed(list(model.modules())[1:]):",
-                "        inside = list(module.modules())",
-                "        taken = {p for block in blocks if block in inside for p in block.parameters()}",
+                "        inside = set(module.modules())",
+                "        taken = {p for part in parts if part in inside for p in part.parameters()}",
                 "        left = sum(p.numel() for p in module.parameters() if p not in taken)",
-                f"        if left >= {size} and not shared & {{id(each) for each in inside}}:",
-                "            blocks.append(module)",
+                "        runs = type(module).forward is not torch.nn.Module.forward",
+                f"        if runs and left >= {size} and not shared & inside:",
+                "            parts.insert(0, module)",
             ]
         case _:
             classes = fsdp.transformer_layer_cls_to_wrap
-            names = repr(set(classes)) if classes else "set(model._no_split_modules)"
-            return [f"    blocks = [module for module in model.modules() if type(module).__name__ in {names}]"]
+            names = f"{{{', '.join(json.dumps(name) for name in classes)}}}" if classes else "model._no_split_modules"
+            return [
+                "    ends = [model.get_input_embeddings(), model.get_output_embeddings()]",
+                "    tied = None in ends or ends[0].weight is ends[1].weight  # A shared parameter is in one part.",
+                f"    classes = {names}",
+                "    parts = [m for m in model.modules() if type(m).__name__ in classes or (m in ends and not tied)]",
+            ]
 
 
 def _prefetch(depth: int | None) -> list[str]:
     if depth is None:
         return []
     return [
-        "    for i, block in enumerate(blocks):",
-        f"        block.set_modules_to_forward_prefetch(blocks[i + 1 : i + 1 + {depth}])",
-        f"        block.set_modules_to_backward_prefetch(blocks[max(0, i - {depth}) : i][::-1])",
+        "    for i, part in enumerate(parts):",
+        f"        part.set_modules_to_forward_prefetch(parts[i + 1 : i + 1 + {depth}])",
+        f"        part.set_modules_to_backward_prefetch(parts[max(0, i - {depth}) : i][::-1])",
     ]
 
 
@@ -163,5 +174,5 @@ def _loop(resolved: ResolvedConfig, shares: str) -> str:
     config = resolved.config
     batch = config.batch
     clip = f"{config.optimizer.max_grad_norm:g} ({config.optimizer.norm_type})"
-    steps = f"Micro-batches of {batch.micro_size}, {batch.accumulation} of them a step, on {resolved.data_ranks} ranks."
+    steps = f"{batch.accumulation} micro-batches of {batch.micro_size} samples on each of {resolved.data_ranks} ranks."
     return _LOOP.format(shares=shares, clip=clip, steps=steps)

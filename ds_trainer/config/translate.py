@@ -1,0 +1,80 @@
+"""A run as the files and the Python of another tool. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import yaml
+
+from ds_trainer.config.backend import backend
+from ds_trainer.config.resolved import ResolvedConfig
+from ds_trainer.config.schema import RunConfig
+from ds_trainer.config.to_accelerate import accelerate_notes, accelerate_snippet, to_accelerate_yaml
+from ds_trainer.config.to_deepspeed import to_deepspeed
+from ds_trainer.config.to_hf import hf_snippet, to_hf
+from ds_trainer.config.torch_snippet import ddp_snippet, fsdp2_snippet
+
+TARGETS = ("deepspeed", "fsdp2", "ddp", "accelerate", "hf")
+OPTIONS = {"standalone": ("deepspeed",), "python": ("accelerate", "hf")}
+"""Option -> targets that have both forms."""
+
+
+@dataclass(frozen=True)
+class Translation:
+    """A run in another tool's words.
+
+    Args:
+        text: The file.
+        notes: What the tool cannot say, one line each.
+    """
+
+    text: str
+    notes: Sequence[str] = ()
+
+
+def engine_overrides(config: RunConfig, to: str) -> list[str]:
+    """The overrides that put a run on the engine of a target; for accelerate and hf it stays on what it runs on.
+
+    Args:
+        config: The run.
+        to: One of `TARGETS`.
+    """
+    now = backend(config)
+    if to == "accelerate" and config.parallel.engine != "accelerate":
+        return ["parallel.engine=accelerate", f"accelerate.backend={now}"]
+    if to in ("accelerate", "hf") or config.parallel.engine == to:
+        return []
+    overrides = [f"parallel.engine={to}"]
+    if config.parallel.engine == "accelerate":
+        overrides.append("accelerate=null")
+    if (now, to) == ("deepspeed", "fsdp2"):
+        overrides.append(f"zero.stage={config.zero.stage}")  # A stage that is DeepSpeed's default is meant too.
+    return overrides
+
+
+def translate(resolved: ResolvedConfig, to: str, *, python: bool = False, standalone: bool = False) -> Translation:
+    """A run that is on the engine of a target, in the target's words.
+
+    Args:
+        resolved: The run.
+        to: One of `TARGETS`.
+        python: accelerate, hf: Python that makes the objects, instead of the file.
+        standalone: deepspeed: with optimizer and scheduler.
+    """
+    match to:
+        case "deepspeed":
+            return Translation(json.dumps(to_deepspeed(resolved, standalone), indent=2))
+        case "fsdp2":
+            return Translation(fsdp2_snippet(resolved).rstrip("\n"))
+        case "ddp":
+            return Translation(ddp_snippet(resolved).rstrip("\n"))
+        case "accelerate":
+            text = accelerate_snippet(resolved) if python else yaml.safe_dump(to_accelerate_yaml(resolved))
+            return Translation(text.rstrip("\n"), accelerate_notes(resolved))
+        case _:
+            said = to_hf(resolved)
+            native = {} if said.deepspeed is None else {"deepspeed": said.deepspeed}
+            text = hf_snippet(resolved) if python else json.dumps(said.arguments | native, indent=2)
+            return Translation(text.rstrip("\n"), said.notes)

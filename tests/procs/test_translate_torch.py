@@ -1,0 +1,76 @@
+"""The Python that a run is translated to cuts and wraps as the engine does."""
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from ds_trainer.config.torch_snippet import ddp_snippet, fsdp2_snippet
+from tests.helpers.runs import collate, make_trainer
+from tests.helpers.tiny import samples, tiny_llama
+
+SECTIONS = {
+    "blocks": {},
+    "untied": {},
+    "size": {"fsdp": {"auto_wrap_policy": "size_based_wrap", "min_num_params": 3000}},
+    "keep": {"zero": {"stage": 2}},
+    "prefetch": {"fsdp": {"prefetch_depth": 1, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}},
+    "whole": {"fsdp": {"auto_wrap_policy": "no_wrap"}},
+}
+SECTIONS["prefetch"]["fsdp"]["auto_wrap_policy"] = "transformer_based_wrap"
+
+
+def parts(model) -> dict[str, bool]:
+    """Name of every module that is gathered by itself -> whether it frees its parameters after the forward pass."""
+    return {
+        name: module._get_fsdp_state()._fsdp_param_group.post_forward_mesh_info is not None
+        for name, module in model.named_modules()
+        if isinstance(module, FSDPModule) and module._get_fsdp_state()._fsdp_param_group is not None
+    }
+
+
+def both(out, engine, snippet, tied, sections):
+    """Loss and gradients of one micro-batch by the engine, and by the snippet's `wrap`."""
+    trainer = make_trainer(engine, out, model=tiny_llama(tied=tied), **sections)
+    namespace = {}
+    exec(snippet(trainer.run.resolved), namespace)  # noqa: S102
+    model = namespace["wrap"](tiny_llama(tied=tied).train())
+    rank = dist.get_rank()
+    batch = collate(samples(8)[4 * rank : 4 * rank + 4])
+    labels = batch.pop("labels")
+    found = []
+    for call, back in (
+        (trainer.engine.forward, trainer.engine.backward),
+        (model, lambda loss: (loss * (2 if engine == "ddp" else 1)).backward()),
+    ):
+        logits = call(**batch).logits
+        loss = torch.nn.functional.cross_entropy(
+            logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100, reduction="sum"
+        )
+        back(loss)
+    for module in (trainer.run.model, model.module if engine == "ddp" else model):
+        grads = [p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for p in module.parameters()]
+        found.append((parts(module) if engine == "fsdp2" else None, grads))
+    trainer.close()
+    (ours, our_grads), (theirs, their_grads) = found
+    assert ours == theirs
+    for a, b in zip(our_grads, their_grads, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+    return ours
+
+
+def all_kinds(out):
+    return {kind: both(out, "fsdp2", fsdp2_snippet, kind != "untied", SECTIONS[kind]) for kind in SECTIONS}
+
+
+def test_the_snippet_for_fsdp2_cuts_as_the_engine_does(world, tmp_path):
+    for found in world(all_kinds, 2, tmp_path):
+        for kind, modules in found.items():
+            assert (len(modules) > 1) == (kind != "whole")
+            assert {frees for name, frees in modules.items() if name} == {"keep": {False}, "whole": set()}.get(
+                kind, {True}
+            )
+
+
+def test_the_snippet_for_ddp_gives_the_engines_gradients(world, tmp_path):
+    world(both, 2, tmp_path, "ddp", ddp_snippet, True, {"ddp": {"bucket_cap_mb": 1}})
