@@ -37,7 +37,7 @@ def _parser() -> argparse.ArgumentParser:
     add_train_arguments(train)
     train.set_defaults(handler="ds_trainer.cli.train")
     _add_export(commands.add_parser("export", help="write a checkpoint's weights as a Hugging Face folder"))
-    _add_config(commands.add_parser("config", help="show, check and translate a run's JSON"))
+    _add_config(commands.add_parser("config", help="show, check, translate and import a run's JSON"))
     _add_doctor(commands.add_parser("doctor", help="say what this machine can run", allow_abbrev=False))
     return parser
 
@@ -62,7 +62,7 @@ def _add_config(parser: argparse.ArgumentParser) -> None:
     for name, text in (
         ("show", "print every resolved value and where it comes from"),
         ("check", "report every fault, without starting anything"),
-        ("translate", "print the native JSON of an engine"),
+        ("translate", "print the run in the words of an engine or another tool"),
     ):
         action = actions.add_parser(name, help=text, allow_abbrev=False)
         action.add_argument("config", help="the run's JSON")
@@ -79,10 +79,22 @@ def _add_config(parser: argparse.ArgumentParser) -> None:
         help="print instead what this engine, or each of them, does with every key",
     )
     translate = actions.choices["translate"]
-    translate.add_argument("--to", choices=("deepspeed",), default="deepspeed", help="engine (default: %(default)s)")
+    translate.add_argument(
+        "--to",
+        choices=("deepspeed", "fsdp2", "ddp", "accelerate", "hf"),
+        help="DeepSpeed's JSON, Python for FSDP2 or DDP, accelerate's YAML, TrainingArguments (default: the engine's)",
+    )
+    translate.add_argument("--python", action="store_true", help="accelerate, hf: Python instead of the file")
     translate.add_argument(
         "--standalone", action="store_true", help="add optimizer and scheduler, for use outside ds_trainer"
     )
+    importing = actions.add_parser("import", help="make a run's JSON from another tool's config", allow_abbrev=False)
+    importing.add_argument("config", metavar="FILE", help="DeepSpeed JSON, accelerate YAML, or TrainingArguments")
+    importing.add_argument(
+        "--from", dest="kind", choices=("deepspeed", "accelerate", "hf"), help="what FILE is (default: by its keys)"
+    )
+    importing.add_argument("--out", metavar="RUN.JSON", help="new file for the run (default: stdout)")
+    importing.add_argument("--debug", action="store_true", help="show the traceback of an error")
     actions.add_parser("schema", help="print the JSON Schema of a run").set_defaults(debug=False)
 
 

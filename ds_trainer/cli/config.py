@@ -1,4 +1,4 @@
-"""`ds-trainer config show | check | translate | schema`: all without torch and without a process group."""
+"""`ds-trainer config show | check | translate | import | schema`: all without torch and without a process group."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import argparse
 import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
+from ds_trainer.cli.import_ import import_file
 from ds_trainer.config.backend import backend, engine_column
 from ds_trainer.config.coverage import coverage, covered_engines
 from ds_trainer.config.engine_table import ENGINES, cell
@@ -20,6 +22,7 @@ from ds_trainer.config.resolve import resolve
 from ds_trainer.config.resolved import ResolvedConfig
 from ds_trainer.config.schema import RunConfig
 from ds_trainer.config.to_deepspeed import to_deepspeed
+from ds_trainer.config.translate import OPTIONS, TARGETS, engine_overrides, translate
 from ds_trainer.errors import ConfigError, ConfigErrors, UserError
 from ds_trainer.models.spec import ModelSpec, read_spec
 from ds_trainer.planner.needs import rows_by_stage
@@ -45,6 +48,8 @@ def _act(args: argparse.Namespace) -> int:
             return _check(args)
         case "translate":
             return _translate(args)
+        case "import":
+            return import_file(args)
         case _:
             print(json.dumps(json_schema(), indent=2))
             return 0
@@ -55,8 +60,8 @@ def json_schema() -> dict:
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **RunConfig.model_json_schema(by_alias=True)}
 
 
-def _resolved(args: argparse.Namespace) -> ResolvedConfig:
-    config, origins = load_config(args.config, args.set, args.deepspeed_config)
+def _resolved(args: argparse.Namespace, overrides: Sequence[str]) -> ResolvedConfig:
+    config, origins = load_config(args.config, overrides, args.deepspeed_config)
     machine = probe_machine_pure(args.world, args.device or config.run.device)
     return resolve(config, origins, machine, _local_spec(config))
 
@@ -68,14 +73,26 @@ def _local_spec(config: RunConfig) -> ModelSpec | None:
 
 
 def _translate(args: argparse.Namespace) -> int:
-    resolved = _resolved(args)
-    if resolved.config.parallel.engine != args.to:
+    config, _ = load_config(args.config, args.set, args.deepspeed_config)
+    to = args.to or config.parallel.engine
+    if to not in TARGETS:
         raise ConfigError(
-            f"parallel.engine is {resolved.config.parallel.engine!r}",
-            f"only a run of the {args.to} engine has a native {args.to} config",
-            f"set parallel.engine to {args.to}",
+            f"parallel.engine is {to!r}, a plug-in",
+            f"a run is translated for {', '.join(TARGETS)}",
+            "name one of these with --to",
         )
-    print(json.dumps(to_deepspeed(resolved, args.standalone), indent=2))
+    for option, targets in OPTIONS.items():
+        if getattr(args, option) and to not in targets:
+            raise ConfigError(
+                f"--{option} with --to {to}", f"it is for {' and '.join(targets)}", f"remove --{option}, or change --to"
+            )
+    overrides = {text.partition("=")[0]: text for text in [*args.set, *engine_overrides(config, to)]}
+    translation = translate(
+        _resolved(args, list(overrides.values())), to, python=args.python, standalone=args.standalone
+    )
+    print(translation.text)
+    for note in translation.notes:
+        print(f"note: {note}", file=sys.stderr)
     return 0
 
 
@@ -106,7 +123,7 @@ def _show(args: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.table import Column, Table
 
-    resolved = _resolved(args)
+    resolved = _resolved(args, args.set)
     # A pipe or a file has no width to fit: each key stays on one line, so that grep finds it.
     console = Console(width=None if sys.stdout.isatty() else 1000)
     if args.backend is not None:

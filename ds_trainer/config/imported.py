@@ -57,6 +57,18 @@ class Imported:
             assign(self.tree, name, item)
         self.lines.append(Line(key, value, "changed" if changed else "carried", tuple(ours), note))
 
+    def keep(self, key: str, ours: dict[str, Any], note: str, changed: bool = False) -> None:
+        """Sets our keys to what the other tool does where its file says nothing; the line has no value.
+
+        Args:
+            key: The key that the file could have had.
+            ours: Our dotted key -> value.
+            note: What to tell people.
+            changed: Whether it means something else here.
+        """
+        self.lines = [line for line in self.lines if line.key != key]  # that of a null
+        self.carry(key, None, ours, note, changed)
+
     def drop(self, key: str, value: Any, note: str) -> None:
         """Reports that a key of the file cannot be carried, and why."""
         self.lines.append(Line(key, value, "dropped", (), note))

@@ -14,6 +14,7 @@ from ds_trainer.config.schema import OptimizerConfig, RunConfig
 from ds_trainer.config.zero_keys import OFFLOAD_DEVICES, STAGES
 from ds_trainer.errors import ConfigError, ConfigErrors
 
+_SHORTEST_WARMUP = 2
 _MAY_DIFFER = ("steps_per_print", "wall_clock_breakdown")
 """Keys we write for quiet's sake only: a native value wins."""
 
@@ -49,6 +50,16 @@ def to_deepspeed(resolved: ResolvedConfig, standalone: bool = False) -> dict[str
     if standalone:
         native |= _optimizer_sections(config)
     return _merge(native, resolved)
+
+
+def standalone_notes(config: RunConfig) -> list[str]:
+    """What a file for DeepSpeed alone cannot say, one line each."""
+    notes = ["loss: DeepSpeed averages over ranks and micro-batches; ds_trainer divides by all label tokens of a step"]
+    if config.optimizer.weight_decay and not config.optimizer.decay_norms_and_biases:
+        notes.append("optimizer.weight_decay: hand DeepSpeed parameter groups, or it decays norms and biases too")
+    if config.schedule.name != "constant" or config.schedule.warmup_steps:
+        notes.append("schedule: DeepSpeed's own runs one step behind")
+    return notes
 
 
 def _precision(config: RunConfig) -> dict[str, Any]:
@@ -94,13 +105,27 @@ def _optimizer_sections(config: RunConfig) -> dict[str, Any]:
         case "sgd":
             params |= {"momentum": optimizer.momentum}
     names = {"adamw": "AdamW", "adam": "Adam", "lion": "Lion", "sgd": "SGD"}
-    sections = {"optimizer": {"type": names[optimizer.name], "params": params}}
+    sections: dict[str, Any] = {"optimizer": {"type": names[optimizer.name], "params": params}}
+    schedule = config.schedule
+    if schedule.name == "constant" and not schedule.warmup_steps and not schedule.warmup_ratio:
+        return sections  # Its WarmupLR takes no warm-up of 0.
     return sections | {"scheduler": _scheduler(config, optimizer)}
 
 
 def _scheduler(config: RunConfig, optimizer: OptimizerConfig) -> dict[str, Any]:
     schedule, total = config.schedule, config.run.max_steps
-    warmup = schedule.warmup_steps or 0
+    warmup = schedule.warmup_steps
+    if warmup is not None and warmup < _SHORTEST_WARMUP:
+        raise ConfigErrors(
+            [
+                ConfigError(
+                    f"schedule.warmup_steps is {warmup} in a file for DeepSpeed alone",
+                    f"DeepSpeed's schedules warm up for {_SHORTEST_WARMUP} steps or more",
+                    f"set schedule.warmup_steps to {_SHORTEST_WARMUP} or more, schedule.name to constant without "
+                    "warm-up, or translate without --standalone",
+                )
+            ]
+        )
     peak = {"warmup_min_lr": 0.0, "warmup_max_lr": optimizer.lr, "warmup_num_steps": warmup, "warmup_type": "linear"}
     if schedule.name == "constant":
         return {"type": "WarmupLR", "params": peak}

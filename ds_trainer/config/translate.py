@@ -8,11 +8,13 @@ from dataclasses import dataclass
 
 import yaml
 
+from ds_trainer.config.accelerate_notes import accelerate_notes
+from ds_trainer.config.accelerate_snippet import accelerate_snippet
 from ds_trainer.config.backend import backend
 from ds_trainer.config.resolved import ResolvedConfig
 from ds_trainer.config.schema import RunConfig
-from ds_trainer.config.to_accelerate import accelerate_notes, accelerate_snippet, to_accelerate_yaml
-from ds_trainer.config.to_deepspeed import to_deepspeed
+from ds_trainer.config.to_accelerate import to_accelerate_yaml
+from ds_trainer.config.to_deepspeed import standalone_notes, to_deepspeed
 from ds_trainer.config.to_hf import hf_snippet, to_hf
 from ds_trainer.config.torch_snippet import ddp_snippet, fsdp2_snippet
 
@@ -65,14 +67,16 @@ def translate(resolved: ResolvedConfig, to: str, *, python: bool = False, standa
     """
     match to:
         case "deepspeed":
-            return Translation(json.dumps(to_deepspeed(resolved, standalone), indent=2))
+            notes = standalone_notes(resolved.config) if standalone else ()
+            return Translation(json.dumps(to_deepspeed(resolved, standalone), indent=2), notes)
         case "fsdp2":
             return Translation(fsdp2_snippet(resolved).rstrip("\n"))
         case "ddp":
             return Translation(ddp_snippet(resolved).rstrip("\n"))
         case "accelerate":
-            text = accelerate_snippet(resolved) if python else yaml.safe_dump(to_accelerate_yaml(resolved))
-            return Translation(text.rstrip("\n"), accelerate_notes(resolved))
+            if python:
+                return Translation(accelerate_snippet(resolved).rstrip("\n"))  # It has its notes as comments.
+            return Translation(yaml.safe_dump(to_accelerate_yaml(resolved)).rstrip("\n"), accelerate_notes(resolved))
         case _:
             said = to_hf(resolved)
             native = {} if said.deepspeed is None else {"deepspeed": said.deepspeed}

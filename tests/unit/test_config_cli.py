@@ -10,6 +10,7 @@ import pytest
 from ds_trainer.cli import main
 from ds_trainer.cli.config import COST_COLUMNS, cost_rows, json_schema, rows
 from ds_trainer.config.io import load_config
+from ds_trainer.config.keys import leaf_fields
 from ds_trainer.config.resolve import resolve
 from ds_trainer.config.resolved import Machine
 from ds_trainer.errors import ConfigError
@@ -136,9 +137,61 @@ def test_translate_prints_the_native_json(write, capsys):
     assert native["train_batch_size"] == 8 and native["zero_optimization"]["stage"] == 1
 
 
-def test_translate_refuses_a_run_of_another_engine(write, capsys):
-    assert exit_code("config", "translate", write(parallel={"engine": "ddp"}), "--device", "cpu") == 2
-    assert "set parallel.engine to deepspeed" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    "to, python, says",
+    [
+        ("deepspeed", False, '"stage": 3'),
+        ("fsdp2", False, "reshard_after_forward=True"),
+        ("accelerate", False, "zero_stage: 3"),
+        ("accelerate", True, "DeepSpeedPlugin("),
+        ("hf", False, '"per_device_train_batch_size": 2'),
+        ("hf", True, "TrainingArguments("),
+    ],
+)
+def test_one_run_is_translated_for_every_tool(write, capsys, to, python, says):
+    path = write(zero={"stage": 3}, batch={"micro_size": 2}, run={"max_steps": 5})
+    option = ["--python"] if python else []
+    assert exit_code("config", "translate", path, "--to", to, "--world", "4", "--device", "cuda", *option) == 0
+    assert says in capsys.readouterr().out
+
+
+def test_without_a_target_a_run_is_translated_for_its_own_engine(write, capsys):
+    assert exit_code("config", "translate", write(parallel={"engine": "ddp"}), "--device", "cpu") == 0
+    assert "DistributedDataParallel(model, bucket_cap_mb=25" in capsys.readouterr().out
+
+
+def test_a_default_stage_keeps_its_meaning_on_fsdp2(write, capsys):
+    assert exit_code("config", "translate", write(), "--to", "fsdp2", "--device", "cpu") == 0
+    assert "fully_shard(part, reshard_after_forward=False" in capsys.readouterr().out
+
+
+def test_a_run_on_accelerate_is_translated_for_what_it_runs_on(write, capsys):
+    path = write(parallel={"engine": "accelerate"}, accelerate={"backend": "ddp"})
+    assert exit_code("config", "translate", path, "--to", "ddp", "--device", "cpu") == 0
+    assert "DistributedDataParallel" in capsys.readouterr().out
+
+
+def test_translate_refuses_what_the_target_cannot_do(write, capsys):
+    assert exit_code("config", "translate", write(zero={"stage": 3}), "--to", "ddp", "--device", "cpu") == 2
+    assert "remove zero.stage" in capsys.readouterr().err
+    assert exit_code("config", "translate", write(), "--to", "fsdp2", "--standalone", "--device", "cpu") == 2
+    assert "remove --standalone" in capsys.readouterr().err
+
+
+def test_what_a_target_cannot_say_is_noted_beside_the_file(write, capsys):
+    path = write(optimizer={"weight_decay": 0.1}, schedule={"name": "constant"})
+    assert exit_code("config", "translate", path, "--standalone", "--device", "cpu") == 0
+    found = capsys.readouterr()
+    assert "note: optimizer.weight_decay" in found.err and json.loads(found.out)["optimizer"]["type"] == "AdamW"
+
+
+@pytest.mark.parametrize("engine", ["deepspeed", "fsdp2", "ddp", "accelerate", "all"])
+def test_show_says_what_an_engine_does_with_every_key(write, capsys, engine):
+    assert exit_code("config", "show", write(), "--backend", engine, "--device", "cpu") == 0
+    lines = [line.replace("┃", "│").split("│") for line in capsys.readouterr().out.splitlines()]
+    cells = {row[1].strip(): [cell.strip() for cell in row[3:-1]] for row in lines if len(row) > 3}
+    assert set(leaf_fields()) <= set(cells)
+    assert all(cells["zero.stage"]) and len(cells["zero.stage"]) == (4 if engine == "all" else 1)
 
 
 def test_schema_prints_the_schema_with_a_doc_for_every_key(capsys):

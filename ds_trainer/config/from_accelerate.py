@@ -1,0 +1,277 @@
+"""The unified JSON that an accelerate YAML means. Pure.
+
+An FSDP1 section is carried to FSDP2, key by key as `accelerate to-fsdp2` does. What the YAML leaves out keeps
+accelerate's meaning, not ours.
+
+Source: accelerate 1.15, commands/launch.py, commands/config/config_args.py and utils/dataclasses.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ds_trainer.config.from_accelerate_fsdp import carry_fsdp, carry_parallelism, fsdp_engine, keep_fsdp_defaults
+from ds_trainer.config.from_deepspeed import keep_defaults, read_deepspeed
+from ds_trainer.config.imported import Imported, Line
+from ds_trainer.config.keys import assign, flatten
+from ds_trainer.config.native_files import load_native
+from ds_trainer.errors import ConfigError
+
+_LAUNCHER = "the launcher's: give it to torchrun or accelerate launch"
+_TPU = "for TPUs and clouds, on which ds_trainer does not run; there is nothing to do"
+_LAUNCH_KEYS = {
+    **dict.fromkeys(
+        (
+            "compute_environment",
+            "debug",
+            "enable_cpu_affinity",
+            "gpu_ids",
+            "machine_rank",
+            "main_process_ip",
+            "main_process_port",
+            "num_machines",
+            "num_processes",
+            "rdzv_backend",
+            "same_network",
+            "deepspeed_exclusion_filter",
+            "deepspeed_hostfile",
+            "deepspeed_inclusion_filter",
+            "deepspeed_multinode_launcher",
+        ),
+        _LAUNCHER,
+    ),
+    **dict.fromkeys(
+        (
+            "command_file",
+            "commands",
+            "downcast_bf16",
+            "tpu_cluster",
+            "tpu_env",
+            "tpu_name",
+            "tpu_use_cluster",
+            "tpu_use_sudo",
+            "tpu_vm",
+            "tpu_zone",
+        ),
+        _TPU,
+    ),
+    "main_training_function": "for notebooks: a run is started by ds-trainer train or by Trainer.fit",
+}
+"""Key by its last part -> why it has no place in a run's JSON."""
+
+_NOT_HERE = {
+    "fp8_config": "there is no fp8 here; precision.dtype is bf16 at the least",
+    "ipex_config": "ds_trainer runs on a CPU with torch alone",
+    "megatron_lm_config": "Megatron-LM is no engine of ds_trainer; set parallel.engine",
+    "mpirun_config": _LAUNCHER,
+}
+"""Section -> why it is dropped as a whole."""
+
+_ENGINES = {"DEEPSPEED": "deepspeed", "FSDP": "fsdp2", "MULTI_CPU": "ddp", "MULTI_GPU": "ddp", "NO": "ddp"}
+_SECTION_OF = {"deepspeed_config": "DEEPSPEED", "fsdp_config": "FSDP", "parallelism_config": "FSDP"}
+"""Section -> the distributed_type that reads it."""
+
+_INLINE = {
+    "zero_stage": "zero_optimization.stage",
+    "offload_optimizer_device": "zero_optimization.offload_optimizer.device",
+    "offload_optimizer_nvme_path": "zero_optimization.offload_optimizer.nvme_path",
+    "offload_param_device": "zero_optimization.offload_param.device",
+    "offload_param_nvme_path": "zero_optimization.offload_param.nvme_path",
+    "zero3_save_16bit_model": "zero_optimization.stage3_gather_16bit_weights_on_model_save",
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+    "gradient_clipping": "gradient_clipping",
+}
+"""Key of `deepspeed_config` -> DeepSpeed's own."""
+
+
+def from_accelerate(native: Mapping[str, Any], folder: Path) -> Imported:
+    """The unified JSON of an accelerate YAML, with a line for each of its keys.
+
+    Args:
+        native: The YAML's content.
+        folder: Where it lies: `deepspeed_config_file` is looked for there, then in the working directory.
+
+    Raises:
+        ConfigError: It names no `distributed_type`, or a `deepspeed_config_file` that cannot be read.
+    """
+    native = _switches(native)
+    _check_sections(native)
+    kind, found = _kind(native), Imported()
+    if engine := _engine(native, kind):
+        assign(found.tree, "parallel.engine", engine)
+    flat = flatten(native)
+    if kind == "DEEPSPEED":
+        # Its file has the first say about the number format: accelerate fills in only what that leaves open.
+        _carry_deepspeed(found, flatten(native.get("deepspeed_config") or {}), folder)
+        flat = {key: item for key, item in flat.items() if not key.startswith("deepspeed_config.")}
+    for key, item in flat.items():
+        _carry(found, native, kind, key, item)
+    if engine == "deepspeed":
+        keep_defaults(found)
+    elif "precision.dtype" not in flatten(found.tree):
+        found.keep("mixed_precision", {"precision.dtype": "fp32"}, "accelerate's default: no")
+    if engine == "fsdp2":
+        keep_fsdp_defaults(found, native)
+    return found
+
+
+def _check_sections(native: Mapping[str, Any]) -> None:
+    for name, item in native.items():
+        if name.endswith("_config") and item is not None and not isinstance(item, Mapping):
+            raise ConfigError(f"{name} is {item!r}", f"{name} is a section of keys", f"write the keys below {name}")
+
+
+def _kind(native: Mapping[str, Any]) -> str:
+    if "distributed_type" not in native:
+        raise ConfigError(
+            "an accelerate config without distributed_type",
+            "accelerate needs it to know what runs the step",
+            f"set distributed_type to one of {', '.join(_ENGINES)}",
+        )
+    return _text(native["distributed_type"]).upper()
+
+
+def _engine(native: Mapping[str, Any], kind: str) -> str | None:
+    if kind == "FSDP":
+        return fsdp_engine(native)
+    return _ENGINES.get(kind, "ddp" if kind.startswith("MULTI_") else None)
+
+
+def _text(item: Any) -> str:
+    """What stands in the file: YAML reads an unquoted `NO` as false."""
+    return "no" if item is False else str(item)
+
+
+def _switches(node: Any) -> Any:
+    """The tree with quoted switches as switches, which is how accelerate reads them."""
+    if isinstance(node, Mapping):
+        return {str(name): _switches(item) for name, item in node.items()}
+    return {"true": True, "false": False}.get(node.lower(), node) if isinstance(node, str) else node
+
+
+def _carry(found: Imported, native: Mapping[str, Any], kind: str, key: str, item: Any) -> None:
+    """Adds the one line of a key outside `deepspeed_config`."""
+    section, _, name = key.partition(".")
+    if item in (None, {}, []):
+        found.carry(key, item, {}, "says nothing")
+    elif section in _SECTION_OF and kind != _SECTION_OF[section]:
+        found.drop(key, item, f"accelerate does not read it with distributed_type {kind}: nothing is lost")
+    elif section in _NOT_HERE or section in _LAUNCH_KEYS:
+        found.drop(key, item, _NOT_HERE.get(section) or _LAUNCH_KEYS[section])
+    elif section == "fsdp_config":
+        carry_fsdp(found, native, key, item)
+    elif section == "parallelism_config":
+        carry_parallelism(found, key, item)
+    elif section in ("dynamo_config", "dynamo_backend"):
+        _carry_dynamo(found, native, key, item)
+    else:
+        _carry_top(found, kind, key, item)
+
+
+def _carry_top(found: Imported, kind: str, key: str, item: Any) -> None:
+    match key:
+        case "distributed_type":
+            _carry_kind(found, kind, item)
+        case "mixed_precision":
+            _carry_mixed_precision(found, item)
+        case "fp16":
+            _carry_mixed_precision(found, "fp16" if item else "no", key)
+        case "use_cpu":
+            found.carry(key, item, {"run.device": "cpu"} if item else {})
+        case "gradient_accumulation_steps":
+            found.carry(key, item, {"batch.accumulation": item})
+        case "gradient_clipping":
+            found.carry(key, item, {"optimizer.max_grad_norm": item})
+        case _:
+            found.drop(key, item, "ds_trainer has no key for it; there is nothing to set")
+
+
+def _carry_kind(found: Imported, kind: str, item: Any) -> None:
+    key = "distributed_type"
+    if kind == "MULTI_CPU":
+        found.carry(key, item, {"parallel.engine": "ddp", "run.device": "cpu"})
+    elif kind in _ENGINES:
+        engine = found.tree["parallel"]["engine"]
+        found.carry(
+            key, item, {"parallel.engine": engine}, "runs without accelerate; parallel.engine accelerate keeps it"
+        )
+    elif kind.startswith("MULTI_"):
+        found.carry(key, item, {"parallel.engine": "ddp"}, "ds_trainer runs on CPU and CUDA devices", changed=True)
+    else:
+        found.drop(
+            key, item, "no engine of ds_trainer is like it; set parallel.engine, which is deepspeed until you do"
+        )
+
+
+def _carry_mixed_precision(found: Imported, item: Any, key: str = "mixed_precision") -> None:
+    text = _text(item).lower()
+    if text == "no":
+        is_said = any("precision.dtype" in line.ours for line in found.lines)
+        found.carry(key, item, {} if is_said else {"precision.dtype": "fp32"})
+    elif text == "fp8":
+        found.carry(key, item, {"precision.dtype": "bf16"}, "there is no fp8 here", changed=True)
+    else:
+        found.carry(key, item, {"precision.dtype": text})
+
+
+def _carry_dynamo(found: Imported, native: Mapping[str, Any], key: str, item: Any) -> None:
+    section = {name.removeprefix("dynamo_"): value for name, value in (native.get("dynamo_config") or {}).items()}
+    backend = _text(section.get("backend", native.get("dynamo_backend", False))).upper()
+    name = key.rpartition(".")[2].removeprefix("dynamo_")
+    if backend == "NO":
+        found.carry(key, item, {}, "nothing is compiled")
+    elif name == "backend":
+        note = "" if backend == "INDUCTOR" else "torch.compile's own backend, inductor, is used"
+        found.carry(key, item, {"model.compile": True}, note, changed=bool(note))
+    elif name == "use_regional_compilation":
+        found.carry(key, item, {}, "each block is compiled by itself", changed=not item)
+    elif name == "mode" and item == "default" or name in ("use_fullgraph", "use_dynamic") and not item:
+        found.carry(key, item, {}, "as torch.compile does by itself")
+    else:
+        found.drop(key, item, "blocks are compiled with torch.compile's own settings; there is no key for it")
+
+
+def _carry_deepspeed(found: Imported, section: Mapping[str, Any], folder: Path) -> None:
+    """Lines of `deepspeed_config`, by the tables of a DeepSpeed JSON."""
+    said = {_INLINE[name]: item for name, item in section.items() if name in _INLINE and item is not None}
+    file, stage = section.get("deepspeed_config_file"), _INLINE["zero_stage"]
+    native: dict[str, Any] = {}
+    for key, item in said.items():
+        assign(native, key, item)
+    if file is None and stage not in said:
+        assign(native, stage, 2)
+    names = {native_key: f"deepspeed_config.{name}" for name, native_key in _INLINE.items()}
+    for line in _take(found, read_deepspeed(native)):
+        if line.key not in said:
+            line = replace(line, value=None, note="accelerate's default: 2")
+        found.lines.append(replace(line, key=names[line.key]))
+    for name, item in section.items():
+        if _INLINE.get(name) not in said and not (name == "zero_stage" and file is None):
+            _carry_deepspeed_other(found, f"deepspeed_config.{name}", name, item)
+    if file is not None:
+        beside, path = folder / str(file), Path(str(file))
+        path = beside if beside.exists() else path
+        found.lines += _take(found, read_deepspeed(load_native(path), path.name))
+
+
+def _carry_deepspeed_other(found: Imported, key: str, name: str, item: Any) -> None:
+    if item is None:
+        found.carry(key, item, {}, "says nothing")
+    elif name in _LAUNCH_KEYS:
+        found.drop(key, item, _LAUNCH_KEYS[name])
+    elif name == "deepspeed_config_file":
+        found.carry(key, item, {}, "its keys follow")
+    elif name == "zero3_init_flag":
+        found.carry(key, item, {}, "each rank always loads only what it keeps", changed=not item)
+    else:
+        found.drop(key, item, "ds_trainer has no key for it; there is nothing to set")
+
+
+def _take(found: Imported, other: Imported) -> list[Line]:
+    """Lays another import's keys over the tree, and hands back its lines."""
+    for key, item in flatten(other.tree).items():
+        assign(found.tree, key, item)
+    return other.lines

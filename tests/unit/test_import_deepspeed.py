@@ -1,0 +1,292 @@
+"""A DeepSpeed JSON becomes a run that means the same, and every key of it is accounted for."""
+
+import hjson
+import pytest
+import torch
+from deepspeed.runtime import lr_schedules
+
+from ds_trainer.config.backend import backend
+from ds_trainer.config.coverage import coverage
+from ds_trainer.config.from_deepspeed import from_deepspeed
+from ds_trainer.config.io import load_config
+from ds_trainer.config.keys import flatten, leaf_fields, value
+from ds_trainer.config.resolve import resolve
+from ds_trainer.config.resolved import Machine
+from ds_trainer.config.to_deepspeed import to_deepspeed
+from ds_trainer.optim import lr_factor
+from tests.helpers.deepspeed_reads import accept
+from tests.helpers.foreign_configs import DEEPSPEED_FILES
+from tests.test_configs_shipped import SHIPPED, resolved
+
+GPU = Machine(2, "cuda", ("fp32", "bf16", "fp16"), "a GPU")
+
+
+def imported(native):
+    return from_deepspeed(hjson.loads(native) if isinstance(native, str) else native)
+
+
+def tree(native):
+    return flatten(imported(native).tree)
+
+
+def line(native, key):
+    (found,) = [line for line in imported(native).lines if line.key == key]
+    return found
+
+
+def resolve_tree(found, machine=GPU):
+    return resolve(*load_config(found.tree), machine)
+
+
+@pytest.mark.parametrize("name", DEEPSPEED_FILES)
+def test_every_key_of_a_file_has_one_line_and_the_rest_are_defaults(name):
+    native = hjson.loads(DEEPSPEED_FILES[name])
+    found = from_deepspeed(native)
+    lines = [line.key for line in found.lines]
+    written = set(flatten(native))
+    assert len(lines) == len(set(lines)) and written <= set(lines)
+    assert all(line.value is None for line in found.lines if line.key not in written)
+    assert all(flatten(native)[line.key] == line.value for line in found.lines if line.key in written)
+    assert all(line.note for line in found.lines if line.fate != "carried")
+
+
+@pytest.mark.parametrize("name", DEEPSPEED_FILES)
+def test_every_key_of_the_outcome_stands_in_a_line(name):
+    found = imported(DEEPSPEED_FILES[name])
+    assert set(flatten(found.tree)) - {"parallel.engine"} <= {key for line in found.lines for key in line.ours}
+
+
+@pytest.mark.parametrize("name, ours", [("tutorial", set()), ("nvme", {"sub_group_size", "prefetch_bucket_size"})])
+def test_deepspeed_reads_the_run_as_it_reads_the_file(name, ours):
+    """`ours`: sizes that are derived because DeepSpeed's own do not work with nvme offload."""
+    native = hjson.loads(DEEPSPEED_FILES[name])
+    there, here = accept(native, 2), accept(to_deepspeed(resolve_tree(from_deepspeed(native))), 2)
+    for part in (
+        "zero_optimization_stage",
+        "gradient_clipping",
+        "bfloat16_config",
+        "float16_config",
+        "train_batch_size",
+        "train_micro_batch_size_per_gpu",
+        "gradient_accumulation_steps",
+        "prescale_gradients",
+        "steps_per_print",
+    ):
+        assert getattr(here, part) == getattr(there, part), part
+    assert here.grad_accum_dtype == ("bf16" if there.bfloat16_config.enabled else "fp16")
+    mine, theirs = here.zero_config.model_dump(exclude=ours), there.zero_config.model_dump(exclude=ours)
+    assert mine == theirs
+
+
+def test_auto_is_left_open_and_names_the_key_to_set():
+    native = DEEPSPEED_FILES["hf_zero3"]
+    autos = {key for key, item in flatten(hjson.loads(native)).items() if item == "auto"}
+    left_open = {line.key: line for line in imported(native).lines if line.key in autos}
+    assert len(left_open) == len(autos)
+    for key, each in left_open.items():
+        assert each.fate == "carried"
+        assert not set(each.ours) & set(tree(native)), key
+    assert "set optimizer.lr" in left_open["optimizer.params.lr"].note
+    assert "precision.dtype" not in tree(native) and "optimizer.max_grad_norm" not in tree(native)
+    assert tree(native)["zero.offload_param.device"] == "cpu" and tree(native)["zero.sub_group_size"] == 10**9
+
+
+@pytest.mark.parametrize(
+    "native, ours",
+    [
+        ({}, {"zero.stage": 0, "precision.dtype": "fp32", "optimizer.max_grad_norm": 1.0}),
+        ({"train_batch_size": 8}, {"batch.global_size": 8, "batch.accumulation": 1}),
+        (
+            {"zero_optimization": {"stage": 1}, "fp16": {"enabled": True}},
+            {
+                "zero.stage": 1,
+                "precision.dtype": "fp16",
+                "precision.grad_dtype": "fp16",
+                "precision.communication_data_type": "fp16",
+            },
+        ),
+        (
+            {
+                "zero_optimization": {"stage": 2},
+                "bf16": {"enabled": True},
+                "data_types": {"grad_accum_dtype": "float32"},
+            },
+            {"precision.grad_dtype": "fp32", "precision.communication_data_type": "bf16"},
+        ),
+        ({"optimizer": {"type": "AdamW"}}, {"optimizer.lr": 1e-3, "schedule.name": "constant"}),
+        (
+            {"optimizer": {"type": "AdamW", "params": {"weight_decay": 0.1}}},
+            {"optimizer.weight_decay": 0.1, "optimizer.decay_norms_and_biases": True},
+        ),
+        ({"optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}}, {"optimizer.name": "adam"}),
+        ({"optimizer": {"type": "Adam"}}, {"optimizer.name": "adamw"}),
+        (
+            {"optimizer": {"type": "SGD", "params": {"momentum": 0.9}}},
+            {"optimizer.name": "sgd", "optimizer.momentum": 0.9},
+        ),
+        (
+            {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 5000}}},
+            {"schedule.name": "linear", "schedule.warmup_steps": 1000, "run.max_steps": 5000, "optimizer.lr": 1e-3},
+        ),
+        (
+            {"scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": 50, "warmup_num_steps": 5}}},
+            {"schedule.name": "cosine", "schedule.warmup_steps": 5, "schedule.min_lr_ratio": 1e-4},
+        ),
+        ({"zero_optimization": {"stage": 2, "cpu_offload": True}}, {"zero.offload_optimizer.device": "cpu"}),
+        ({"zero_optimization": {"stage": 3, "sub_group_size": 0}}, {"zero.sub_group_size": 1}),
+        ({"comms_logger": {"enabled": True}}, {"native.deepspeed.comms_logger.enabled": True}),
+        (
+            {"zero_optimization": True, "allgather_size": 4e8},
+            {"zero.stage": 1, "zero.allgather_bucket_size": 400000000},
+        ),
+    ],
+)
+def test_a_file_keeps_its_meaning_where_it_speaks_and_deepspeeds_where_it_is_silent(native, ours):
+    found = tree(native)
+    assert {key: found.get(key) for key in ours} == ours
+    load_config(imported(native).tree)
+
+
+@pytest.mark.parametrize(
+    "native, key, part",
+    [
+        ({"zero_optimization": {"stage": 3, "allgather_bucket_size": 5}}, "allgather_bucket_size", "at stage 3"),
+        ({"zero_optimization": {"stage": 2, "stage3_max_live_parameters": 5}}, "stage3_max_live_parameters", "stage 2"),
+        (
+            {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu", "nvme_path": "/n"}}},
+            "nvme_path",
+            "cpu",
+        ),
+        ({"aio": {"block_size": 4}}, "block_size", "nvme"),
+        ({"optimizer": {"type": "OneBitAdam", "params": {"lr": 1}}}, "lr", "set optimizer.name"),
+        ({"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "foo": 1}}}, "foo", "no key"),
+        ({"scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 1}}}, "cycle_min_lr", "set schedule.name"),
+        ({"gradient_cliping": 1}, "gradient_cliping", "gradient_clipping"),
+        ({"activation_checkpointing": {"cpu_checkpointing": True}}, "cpu_checkpointing", "gradient_checkpointing"),
+        ({"fp16": True}, "fp16", "object"),
+        ({"fp16": {"enabled": "auto", "initial_scale_power": 12}}, "initial_scale_power", "precision.loss_scale"),
+    ],
+)
+def test_what_cannot_be_carried_says_why_and_leaves_nothing_behind(native, key, part):
+    (found,) = [line for line in imported(native).lines if line.key.rpartition(".")[2] == key]
+    assert found.fate == "dropped" and part in found.note
+    load_config(imported(native).tree)
+
+
+@pytest.mark.parametrize(
+    "native, key, part",
+    [
+        ({"bf16": {"enabled": True}}, "bf16.enabled", "torch.autocast"),
+        ({"zero_optimization": {"stage": 2}, "torch_autocast": {"enabled": True}}, "torch_autocast.enabled", "masters"),
+        ({"torch_autocast": {"enabled": True, "dtype": "float16"}}, "torch_autocast.enabled", "held in fp16"),
+        ({"fp16": {"enabled": True, "loss_scale": 128}}, "fp16.loss_scale", "dynamic"),
+        (
+            {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}}},
+            "zero_optimization.offload_optimizer.device",
+            "silently takes cpu",
+        ),
+        (
+            {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True, "bf16_master_weights_and_grads": True}},
+            "bf16.bf16_master_weights_and_grads",
+            "fp32",
+        ),
+        (
+            {"scheduler": {"type": "WarmupLR", "params": {"warmup_type": "log"}}},
+            "scheduler.params.warmup_type",
+            "linear",
+        ),
+    ],
+)
+def test_what_changes_its_meaning_says_how(native, key, part):
+    assert line(native, key).fate == "changed" and part in line(native, key).note
+    load_config(imported(native).tree)
+
+
+def test_the_schedulers_peak_rules_over_the_optimizers_learning_rate():
+    native = DEEPSPEED_FILES["tutorial"]
+    assert tree(native)["optimizer.lr"] == 0.002
+    assert line(native, "optimizer.params.lr").fate == "dropped"
+
+
+@pytest.mark.parametrize(
+    "kind, params",
+    [
+        ("WarmupLR", {"warmup_num_steps": 4, "warmup_max_lr": 0.5}),
+        ("WarmupDecayLR", {"warmup_num_steps": 4, "warmup_max_lr": 0.5, "total_num_steps": 12}),
+        ("WarmupCosineLR", {"warmup_num_steps": 4, "total_num_steps": 12, "cos_min_ratio": 0.1}),
+    ],
+)
+def test_the_schedule_is_deepspeeds_but_for_the_step_that_is_reported(kind, params):
+    native = {
+        "optimizer": {"type": "SGD", "params": {"lr": 0.5}},
+        "scheduler": {"type": kind, "params": params | {"warmup_type": "linear"}},
+    }
+    config, _ = load_config(imported(native).tree)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.5)
+    theirs_by_step = getattr(lr_schedules, kind)(optimizer, **native["scheduler"]["params"])
+    theirs = []
+    for _ in range(12):
+        theirs.append(optimizer.param_groups[0]["lr"])
+        theirs_by_step.step()
+    ours = [config.optimizer.lr * lr_factor(config.schedule, step, 12) for step in range(12)]
+    late = [0.0, *ours[:-1]]
+    if kind == "WarmupCosineLR":  # it makes up for the step after the warm-up
+        late = [*late[:5], *ours[5:]]
+    assert theirs == pytest.approx(late)
+    assert "one step later" in line(native, "scheduler.type").note
+
+
+ON_DEEPSPEED = [name for name in SHIPPED if "ddp" not in name and "fsdp2" not in name and "accelerate" not in name]
+MAPPED = [key for key in leaf_fields() if coverage(key, "deepspeed").status == "mapped"]
+
+
+def values(run, keys=MAPPED):
+    return {key: value(run.config, key) for key in keys}
+
+
+@pytest.mark.parametrize("name", ON_DEEPSPEED)
+def test_a_shipped_config_comes_back_from_deepspeeds_json(name):
+    run = resolved(name)
+    assert backend(run.config) == "deepspeed"
+    back = resolve_tree(imported(to_deepspeed(run)), run.machine)
+    assert values(back) == values(run)
+
+
+FORMATS = [("fp32", None), ("bf16", "bf16"), ("bf16", None), ("fp16", "fp16")]
+OFFLOADS = [(0, "none"), *((stage, device) for stage in (1, 2, 3) for device in ("none", "cpu")), (3, "nvme")]
+RUNS = [(*offload, *formats) for offload in OFFLOADS for formats in FORMATS if (offload[0], formats[1]) != (0, "bf16")]
+
+
+@pytest.mark.parametrize("stage, device, dtype, grad_dtype", RUNS)
+def test_every_stage_format_and_offload_comes_back_from_deepspeeds_json(stage, device, dtype, grad_dtype):
+    offload = {"device": device} | ({"nvme_path": "/n"} if device == "nvme" else {})
+    zero = {"stage": stage, "offload_optimizer": offload} | ({"offload_param": offload} if stage == 3 else {})
+    raw = {"zero": zero, "precision": {"dtype": dtype} | ({"grad_dtype": grad_dtype} if grad_dtype else {})}
+    if dtype == "fp16":
+        raw["precision"]["loss_scale"] = {"hysteresis": 3, "min_loss_scale": 4}
+    run = resolve(*load_config(raw), GPU)
+    assert values(resolve_tree(imported(to_deepspeed(run)))) == values(run)
+
+
+@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
+@pytest.mark.parametrize("optimizer", ["adamw", "adam", "lion", "sgd"])
+def test_optimizer_and_schedule_come_back_from_a_standalone_json(schedule, optimizer):
+    raw = {
+        "optimizer": {"name": optimizer, "lr": 3e-4, "weight_decay": 0.25},
+        "schedule": {"name": schedule, "warmup_steps": 3},
+        "run": {"max_steps": 20},
+    }
+    if optimizer == "sgd":
+        raw["optimizer"]["momentum"] = 0.5
+    else:
+        raw["optimizer"]["betas"] = [0.8, 0.9]
+    if schedule == "cosine":
+        raw["schedule"]["min_lr_ratio"] = 0.25
+    run = resolve(*load_config(raw), GPU)
+    back = resolve_tree(imported(to_deepspeed(run, standalone=True)))
+    keys = [key for key in leaf_fields() if key.startswith(("optimizer.", "schedule."))]
+    if schedule != "constant":
+        keys.append("run.max_steps")
+    keys.remove("optimizer.decay_norms_and_biases")  # DeepSpeed has no such choice: it decays all it is given
+    assert values(back, keys) == values(run, keys)
+    assert back.config.optimizer.decay_norms_and_biases
