@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ds_trainer.config.backend import backend
+from ds_trainer.config.keys import value
 from ds_trainer.config.resolved import ResolvedConfig
 from ds_trainer.engines.base import Engine, EngineFacts
 from ds_trainer.errors import EngineError
@@ -37,6 +38,7 @@ def _compare(resolved: ResolvedConfig, facts: EngineFacts, rank: int, mesh: Mesh
         "data ranks": (resolved.data_ranks, facts.group_size),
         "precision.dtype": (config.precision.dtype, facts.compute_dtype),
     }
+    asked |= {key: (value(config, key), got) for key, got in facts.settings.items()}
     if backend(config) == "deepspeed":
         asked["zero.stage"] = (config.zero.stage, facts.stage)
         for key, got in (("offload_optimizer", facts.optimizer_device), ("offload_param", facts.param_device)):

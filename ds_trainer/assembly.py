@@ -27,14 +27,16 @@ from ds_trainer.checkpoint.stored import StoredWeights
 from ds_trainer.config.launched import check_launched
 from ds_trainer.config.resolve import resolve
 from ds_trainer.config.resolved import Machine, ResolvedConfig
-from ds_trainer.config.schema import RunConfig
+from ds_trainer.config.schema import LossConfig, RunConfig
 from ds_trainer.data.loader import BatchLoader
 from ds_trainer.data.prepare import read_chat_template
+from ds_trainer.data.prompts import Prompt
 from ds_trainer.data.same import same_everywhere
 from ds_trainer.data.splits import Splits
 from ds_trainer.engines.base import Engine, EngineFacts, make_engine
 from ds_trainer.engines.dtypes import TORCH_DTYPES
 from ds_trainer.errors import ConfigError, ConfigErrors
+from ds_trainer.evaluation_samples import prompts_to_continue
 from ds_trainer.ingredients import Ingredients
 from ds_trainer.log import get_logger, warn_once
 from ds_trainer.loss import LossFunction, make_loss
@@ -50,11 +52,12 @@ from ds_trainer.mesh.patience import patience
 from ds_trainer.mesh.preflight import check_machine
 from ds_trainer.mesh.status import Timeouts
 from ds_trainer.models.build import build_model
+from ds_trainer.models.chunked_head import chunk_head
 from ds_trainer.models.hf import is_causal_lm, load_tokenizer
 from ds_trainer.models.hub import resolve_folder
-from ds_trainer.models.source import ModuleWeights
+from ds_trainer.models.source import ModuleWeights, WeightSource
 from ds_trainer.models.spec import ModelSpec, read_spec
-from ds_trainer.optim import make_optimizer
+from ds_trainer.optim import hand_over, make_optimizer
 from ds_trainer.output import claimed
 from ds_trainer.saving.resume import check_layout, check_model, check_run, check_world, find_checkpoint
 
@@ -72,6 +75,8 @@ class Run:
     loss: LossFunction
     train_loader: BatchLoader | None
     eval_loader: BatchLoader | None
+    eval_prompts: list[Prompt]
+    """Beginnings of evaluation samples, which the model continues in each evaluation."""
     facts: EngineFacts
     export_dtype: torch.dtype
     """Format of the exported weights: the config's, or that of the checkpoint or instance the run began with."""
@@ -128,9 +133,9 @@ def _assemble_on(mesh: Mesh, machine: Machine, config: RunConfig, origins: dict[
         if checkpoint is not None and whole and train_loader is not None:
             check_run(checkpoint, resolved, checkpoint.json(STATE), train_loader.sampler.num_samples, probes)
         model, weights = build_model(resolved.config, given.model, spec, tokenizer)
-        smoothing = resolved.config.loss.label_smoothing
-        loss = make_loss(type(model).__name__, is_causal_lm(model), smoothing, given.compute_loss_func)
-        shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+        evaluation, positions = resolved.config.evaluation, splits.max_positions
+        eval_prompts = prompts_to_continue(evaluation, eval_loader, model, tokenizer, positions)
+        loss = _loss(model, resolved.config.loss, given)
         trained = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
         if checkpoint is not None:
             check_model(checkpoint, trained)
@@ -139,10 +144,7 @@ def _assemble_on(mesh: Mesh, machine: Machine, config: RunConfig, origins: dict[
     if checkpoint is not None:
         weights = StoredWeights(checkpoint.stored(), weights)
     export_dtype = _export_dtype(config, given.model, spec)
-    engine = make_engine(resolved, mesh)
-    engine.load(model, weights)
-    engine.wrap(lambda named: make_optimizer(named, shapes, resolved, given.optimizer))
-    engine.module.train()
+    engine = _engine(mesh, resolved, model, weights, given.optimizer)
     with agreed(mesh, "asked = got"):
         facts = check_asked_is_got(resolved, engine, mesh)
         if checkpoint is not None and whole:
@@ -158,12 +160,40 @@ def _assemble_on(mesh: Mesh, machine: Machine, config: RunConfig, origins: dict[
         loss,
         train_loader,
         eval_loader,
+        eval_prompts,
         facts,
         export_dtype,
         probes,
         sum(map(prod, trained.values())),
         checkpoint if whole else None,
     )
+
+
+def _engine(
+    mesh: Mesh,
+    resolved: ResolvedConfig,
+    model: nn.Module,
+    weights: WeightSource,
+    optimizer: torch.optim.Optimizer | None,
+) -> Engine:
+    """The engine with the model's values in place and the optimizer around them."""
+    engine = make_engine(resolved, mesh)
+    parameters = dict(model.named_parameters())
+    shapes = {name: parameter.shape for name, parameter in parameters.items()}
+    engine.load(model, weights)
+    if optimizer is not None:
+        hand_over(optimizer, parameters, dict(model.named_parameters()))
+    engine.wrap(lambda named: make_optimizer(named, shapes, resolved, optimizer))
+    engine.module.train()
+    return engine
+
+
+def _loss(model: Any, config: LossConfig, given: Ingredients) -> LossFunction:
+    """The run's loss; one that is computed in chunks is part of the model's forward."""
+    loss = make_loss(type(model).__name__, is_causal_lm(model), config, given.compute_loss_func)
+    if config.chunk_tokens is not None:
+        chunk_head(model, config.chunk_tokens, config.label_smoothing)
+    return loss
 
 
 def _stop_if_asked(mesh: Mesh) -> None:

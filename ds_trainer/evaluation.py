@@ -14,7 +14,7 @@ import torch
 from ds_trainer.data.loader import BatchLoader
 from ds_trainer.engines.base import Engine
 from ds_trainer.executors.accumulate import to_device
-from ds_trainer.loss import IGNORE_INDEX, LossFunction
+from ds_trainer.loss import IGNORE_INDEX, LossFunction, with_logits
 from ds_trainer.mesh.agree import agreed
 from ds_trainer.mesh.mesh import Mesh
 from ds_trainer.mesh.signals import StopRequested
@@ -67,9 +67,11 @@ def run_evaluation(
         StopRequested: A signal asks for the end of the run.
     """
     began = time.monotonic()
+    if collect_predictions:
+        loss = with_logits(loss)
     local_sum, local_tokens = 0.0, 0
     rows: list[tuple[int, np.ndarray, np.ndarray]] = []
-    with closing(loader), _eval_mode(engine), torch.no_grad():
+    with closing(loader), eval_mode(engine), torch.no_grad():
         for step in range(loader.sampler.steps_per_epoch):
             place = f"batch {step + 1} of the evaluation"
             mesh.monitor.at(place)
@@ -94,7 +96,8 @@ def run_evaluation(
 
 
 @contextmanager
-def _eval_mode(engine: Engine) -> Iterator[None]:
+def eval_mode(engine: Engine) -> Iterator[None]:
+    """Without dropout, and at the end in training mode again."""
     engine.module.eval()
     try:
         yield

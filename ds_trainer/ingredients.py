@@ -3,24 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from ds_trainer.config.backend import backend
+from ds_trainer.config.from_hf import from_hf
+from ds_trainer.config.hf_keys import FIELDS
 from ds_trainer.config.io import load_config
 from ds_trainer.config.schema import RunConfig
 from ds_trainer.errors import ConfigError
+from ds_trainer.log import get_logger
 from ds_trainer.optim import LOOK_AT_WHOLE_TENSORS
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
 
 ConfigSource = str | Path | dict | RunConfig | tuple[RunConfig, dict[str, str]]
 
 
-def loaded_config(config: ConfigSource | None, model: Any) -> tuple[RunConfig, dict[str, str]]:
-    """The config and where its keys come from; a checkpoint handed as `model` replaces `model.path`."""
+def loaded_config(
+    config: ConfigSource | None, args: TrainingArguments | None, model: Any
+) -> tuple[RunConfig, dict[str, str]]:
+    """The config and where its keys come from; a checkpoint handed as `model` replaces `model.path`.
+
+    Raises:
+        ConfigErrors: Every fault of the config.
+        ConfigError: There are two.
+    """
+    if config is not None and args is not None:
+        raise ConfigError(
+            "Trainer(config=..., args=...) holds a config and TrainingArguments",
+            "one of them says how to train",
+            "pass one; what TrainingArguments cannot say is said by a config alone",
+        )
+    if args is not None:
+        config = config_of_arguments(args)
     run_config, origins = config if isinstance(config, tuple) else load_config({} if config is None else config)
     if isinstance(model, str | Path):
         said = f" (instead of {run_config.model.path})" if run_config.model.path else ""
@@ -28,6 +49,40 @@ def loaded_config(config: ConfigSource | None, model: Any) -> tuple[RunConfig, d
         run_config = run_config.model_copy(update={"model": section})
         origins = origins | {"model.path": f"Trainer(model=...){said}"}
     return run_config, origins
+
+
+def config_of_arguments(args: TrainingArguments) -> tuple[RunConfig, dict[str, str]]:
+    """The config that transformers' arguments mean, and the field that each key comes from.
+
+    What means something else here, or nothing, is logged.
+
+    Raises:
+        ConfigErrors: They ask for something that cannot be.
+    """
+    from transformers import TrainingArguments
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+    if not isinstance(args, TrainingArguments):
+        raise ConfigError(
+            f"Trainer(args=...) holds {type(args).__name__}",
+            "args are transformers' TrainingArguments",
+            "pass a path, a dict or a RunConfig as config",
+        )
+    # From here on DeepSpeed is ours: under ZeRO-3 transformers would build each model in pieces already.
+    unset_hf_deepspeed_config()
+    usual = {field.name: field.default for field in fields(args) if field.name not in FIELDS}
+    found = from_hf(
+        {
+            name: item
+            for name, item in args.to_dict().items()
+            if getattr(args, name) is not None and not (name in usual and item == usual[name])
+        }
+    )
+    for line in (*found.of("changed"), *found.of("dropped")):
+        led_to = f" -> {', '.join(line.ours)}" if line.ours else ""
+        get_logger().info("TrainingArguments.%s is %s%s: %s", line.key, line.fate, led_to, line.note)
+    places = {key: f"TrainingArguments.{line.key}" for line in found.lines for key in line.ours}
+    return load_config(found.tree, made_from=places)
 
 
 @dataclass(frozen=True)
@@ -50,6 +105,12 @@ class Ingredients:
             ConfigError: It cannot.
         """
         offload = config.zero.offload_optimizer.device
+        if self.model is not None and any(hasattr(parameter, "ds_id") for parameter in self.model.parameters()):
+            raise ConfigError(
+                "the model handed to Trainer was built in pieces, by transformers' ZeRO-3 or deepspeed.zero.Init",
+                "ds_trainer cuts a whole model, or loads each rank's part of a checkpoint",
+                "hand over the checkpoint's path, or build the model before TrainingArguments(deepspeed=...)",
+            )
         if self.optimizer is not None and self.model is None:
             raise ConfigError(
                 "Trainer(optimizers=...) holds an optimizer, and the model is not an instance",

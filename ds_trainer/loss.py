@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 
+from ds_trainer.config.schema import LossConfig
 from ds_trainer.errors import ConfigError
 from ds_trainer.log import warn_once
 
@@ -43,6 +44,19 @@ def shifted_labels(labels_BT: torch.Tensor) -> torch.Tensor:
     return F.pad(labels_BT[..., 1:], (0, 1), value=IGNORE_INDEX)
 
 
+def cross_entropy_sum(
+    logits_BTV: torch.Tensor, shifted_labels_BT: torch.Tensor, label_smoothing: float
+) -> torch.Tensor:
+    """Sum of the cross entropies of all positions with a label, in fp32."""
+    return F.cross_entropy(
+        logits_BTV.float().flatten(0, -2),
+        shifted_labels_BT.flatten(),
+        ignore_index=IGNORE_INDEX,
+        reduction="sum",
+        label_smoothing=label_smoothing,
+    )
+
+
 class CausalLMLoss:
     """Cross entropy of next tokens, computed in fp32 from the logits.
 
@@ -63,14 +77,24 @@ class CausalLMLoss:
 
     def loss_sum(self, outputs: Any, batch: Batch, step_tokens: int) -> torch.Tensor:
         """Sum over the label tokens of this micro-batch."""
-        logits_BTV = outputs["logits"].float()
-        return F.cross_entropy(
-            logits_BTV.flatten(0, -2),
-            shifted_labels(batch["labels"]).flatten(),
-            ignore_index=IGNORE_INDEX,
-            reduction="sum",
-            label_smoothing=self.label_smoothing,
-        )
+        return cross_entropy_sum(outputs["logits"], shifted_labels(batch["labels"]), self.label_smoothing)
+
+
+class ChunkedCausalLMLoss(CausalLMLoss):
+    """The same, computed inside the model's forward, which `models.chunked_head` has changed for it."""
+
+    def inputs(self, batch: Batch) -> dict[str, Any]:
+        """Everything, the labels already shifted."""
+        return super().inputs(batch) | {"shifted_labels": shifted_labels(batch["labels"])}
+
+    def loss_sum(self, outputs: Any, batch: Batch, step_tokens: int) -> torch.Tensor:
+        """What the forward returned."""
+        return outputs["loss_sum"]
+
+
+def with_logits(loss: LossFunction) -> LossFunction:
+    """The same loss for a pass whose logits are wanted: they are then computed whole."""
+    return CausalLMLoss(loss.label_smoothing) if isinstance(loss, ChunkedCausalLMLoss) else loss
 
 
 class ModelOwnLoss:
@@ -125,27 +149,26 @@ class UserLoss:
 
 
 def make_loss(
-    model_name: str, is_causal_lm: bool, label_smoothing: float, function: Callable[..., torch.Tensor] | None
+    model_name: str, is_causal_lm: bool, config: LossConfig, function: Callable[..., torch.Tensor] | None
 ) -> LossFunction:
     """The loss of a run.
 
     Args:
         model_name: Name of the model's class.
         is_causal_lm: Whether the model predicts next tokens.
-        label_smoothing: `loss.label_smoothing`.
+        config: The config's loss section.
         function: The user's `compute_loss_func`.
 
     Raises:
-        ConfigError: Label smoothing is asked of a loss that is not computed here.
+        ConfigError: A key of the section is set for a loss that is not computed here.
     """
-    if label_smoothing and (function is not None or not is_causal_lm):
-        whose = "a compute_loss_func was handed to Trainer" if function else f"{model_name} computes its own loss"
-        raise ConfigError(
-            f"loss.label_smoothing is {label_smoothing} and {whose}",
-            "smoothing is applied to the cross entropy of causal language models, which is computed here",
-            "set loss.label_smoothing to 0 and smooth inside a compute_loss_func",
+    if function is not None or not is_causal_lm:
+        _refuse_keys_of_our_loss(
+            config, "a compute_loss_func was handed to Trainer" if function else f"{model_name} computes its own loss"
         )
-    base: LossFunction = CausalLMLoss(label_smoothing) if is_causal_lm else ModelOwnLoss()
+    if config.chunk_tokens is not None:
+        return ChunkedCausalLMLoss(config.label_smoothing)
+    base: LossFunction = CausalLMLoss(config.label_smoothing) if is_causal_lm else ModelOwnLoss()
     if function is not None:
         return UserLoss(function, counts_like=base)
     if not is_causal_lm:
@@ -154,3 +177,13 @@ def make_loss(
             "which is what transformers' models return"
         )
     return base
+
+
+def _refuse_keys_of_our_loss(config: LossConfig, whose: str) -> None:
+    for key, value in (("label_smoothing", config.label_smoothing), ("chunk_tokens", config.chunk_tokens)):
+        if value:
+            raise ConfigError(
+                f"loss.{key} is {value} and {whose}",
+                "it is part of the cross entropy of causal language models, which is computed here",
+                f"remove loss.{key}, and do what it does inside a compute_loss_func",
+            )

@@ -45,6 +45,30 @@ def make_optimizer(
     return given
 
 
+def hand_over(
+    optimizer: torch.optim.Optimizer, before: Mapping[str, nn.Parameter], after: Mapping[str, nn.Parameter]
+) -> None:
+    """Lets an optimizer update the parameters that an engine has put in the place of those it was built on.
+
+    Args:
+        optimizer: The optimizer.
+        before: The parameters that it may have been built on, by name.
+        after: Those of the same model now.
+
+    Raises:
+        ConfigError: It holds states of parameters that are no longer there.
+    """
+    replaced = {old: after[name] for name, old in before.items() if after[name] is not old}
+    if any(parameter in optimizer.state for parameter in replaced):
+        raise ConfigError(
+            "the optimizer handed to Trainer has states already, and the engine has cut the parameters they belong to",
+            "an optimizer begins with the run, or goes on from a checkpoint of it",
+            "hand over an optimizer that has taken no step, or set parallel.engine to ddp",
+        )
+    for group in optimizer.param_groups:
+        group["params"] = [replaced.get(parameter, parameter) for parameter in group["params"]]
+
+
 LOOK_AT_WHOLE_TENSORS = {"Adafactor", "LAMB", "LARS", "LBFGS", "Lamb", "Muon", "SOAP", "Shampoo"}
 """Classes whose update of one element depends on others of its tensor: wrong wherever a tensor is cut or flattened."""
 

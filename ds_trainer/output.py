@@ -13,6 +13,7 @@ from ds_trainer.errors import MachineError
 from ds_trainer.log import get_logger
 
 METRICS = "metrics.jsonl"
+GENERATIONS = "generations.jsonl"
 MODEL = "model"
 _LOCK = ".in_use"
 
@@ -42,11 +43,16 @@ def claimed(folder: Path) -> Iterator[None]:
 
 
 def set_aside_earlier_run(folder: Path) -> None:
-    """Keeps an earlier run's metrics under the next free number, and says what this run will replace."""
-    metrics = folder / METRICS
-    if metrics.exists():
-        kept = next(p for n in count(1) if not (p := metrics.with_name(f"metrics.{n}.jsonl")).exists())
-        metrics.rename(kept)
-        get_logger().info("%s held an earlier run: its metrics are now %s", folder, kept.name)
+    """Keeps an earlier run's lines under the next free number, and says what this run will replace."""
+    files = [folder / name for name in (METRICS, GENERATIONS)]
+    number = next(n for n in count(1) if not any(_numbered(file, n).exists() for file in files))
+    for file in files:
+        if file.exists():
+            kept = file.rename(_numbered(file, number))
+            get_logger().info("%s held an earlier run: its %s are now %s", folder, file.stem, kept.name)
     if (folder / MODEL).exists():
         get_logger().info("%s is an earlier run's until this one has ended", folder / MODEL)
+
+
+def _numbered(file: Path, number: int) -> Path:
+    return file.with_suffix(f".{number}{file.suffix}")

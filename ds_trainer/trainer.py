@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import wraps
 from pathlib import Path
-from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, NoReturn, ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -25,7 +25,9 @@ from ds_trainer.data.loader import BatchLoader
 from ds_trainer.data.same import same_everywhere
 from ds_trainer.errors import ConfigError, DsTrainerError, UserError, tell
 from ds_trainer.evaluation import EvaluationResult, prediction_metrics, run_evaluation
+from ds_trainer.evaluation_samples import continued, keep, show
 from ds_trainer.executors.accumulate import StepLoss, run_accumulate
+from ds_trainer.generation import Decoding, Messages, generate_texts
 from ds_trainer.ingredients import ConfigSource, Ingredients, loaded_config
 from ds_trainer.log import get_logger, warn_once
 from ds_trainer.mesh import signals
@@ -36,12 +38,15 @@ from ds_trainer.mesh.signals import StopRequested
 from ds_trainer.metrics import EvalMetrics, WindowMean
 from ds_trainer.non_finite import NonFinitePolicy
 from ds_trainer.optim import lr_factor
-from ds_trainer.output import MODEL, claimed, set_aside_earlier_run
+from ds_trainer.output import GENERATIONS, MODEL, claimed, set_aside_earlier_run
 from ds_trainer.saving.keeper import CheckpointKeeper
 from ds_trainer.saving.resume import check_length
 from ds_trainer.saving.run_state import best_parameters, load_checkpoint, save_checkpoint
 from ds_trainer.saving.snapshot import put_back, take_snapshot
 from ds_trainer.state import TrainerControl, TrainerState
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -64,6 +69,7 @@ class Trainer:
     Args:
         model: Folder or hub id of a checkpoint (then it replaces `model.path`), or a model instance.
         config: The run's JSON: a path, a dict, a `RunConfig`, or what `load_config` returned.
+        args: `TrainingArguments` of transformers instead of a config; what they mean here is logged.
         train_dataset: Data set object, instead of `data.train`.
         eval_dataset: Data set object, instead of `data.eval`.
         processing_class: Tokenizer, instead of the checkpoint's.
@@ -84,6 +90,7 @@ class Trainer:
         self,
         model: str | Path | nn.Module | None = None,
         config: ConfigSource | None = None,
+        args: TrainingArguments | None = None,
         train_dataset: Any = None,
         eval_dataset: Any = None,
         processing_class: Any = None,
@@ -94,7 +101,7 @@ class Trainer:
         optimizers: tuple[torch.optim.Optimizer | None, Any | None] = (None, None),
     ) -> None:
         callbacks = adapted(callbacks)
-        run_config, origins = loaded_config(config, model)
+        run_config, origins = loaded_config(config, args, model)
         optimizer, self.lr_scheduler = optimizers
         self.optimizer_is_given = optimizer is not None
         given = Ingredients(
@@ -119,6 +126,7 @@ class Trainer:
         self._base_lrs = [group["lr"] for group in self.engine.param_groups()]
         self.window = WindowMean()
         self._stop_signal = False
+        self._holds_folder = False
         self._keeper = CheckpointKeeper(self.config, self.state, self._save)
         self._random: RankState | None = None
         if self.run.train_loader is not None:
@@ -179,7 +187,11 @@ class Trainer:
                     remove_leftovers(output_dir)
                     if self.run.checkpoint is None:
                         set_aside_earlier_run(output_dir)
-            yield
+            self._holds_folder = True
+            try:
+                yield
+            finally:
+                self._holds_folder = False
 
     def _train(self) -> None:
         try:
@@ -353,7 +365,9 @@ class Trainer:
 
     @_guarded
     def evaluate(self) -> dict[str, float]:
-        """Runs the evaluation data once.
+        """Runs the evaluation data once, and continues the prompts of `evaluation.generate_samples`.
+
+        What it finds is shown; inside `train()` it is written to the output folder too.
 
         Returns:
             `eval_loss`, the token mean over the data set whatever the number of ranks, and what `compute_metrics` gave.
@@ -366,10 +380,16 @@ class Trainer:
             )
         agree(self.run.mesh, "evaluate()")
         result = self._evaluate_on(self.run.eval_loader, collect=self._compute_metrics is not None)
+        # Before the evaluation counts as done: one that a stop cuts short is made anew when the run goes on.
+        generations = continued(self.run, self.state.global_step)
         extra = {f"eval_{k}": float(v) for k, v in prediction_metrics(result, self._compute_metrics).items()}
         metrics = EvalMetrics(self.state.global_step, result.loss, result.num_tokens, result.seconds, extra)
         self.state.log_history.append(metrics)
         self._call("on_evaluate", metrics)
+        if generations and self.is_world_process_zero:
+            show(generations)
+            if self._holds_folder:
+                keep(Path(self.config.run.output_dir) / GENERATIONS, generations)
         if self.run.train_loader is not None:
             wishes = self._agree_on_wishes()
             self._keeper.after_evaluation(metrics)  # After the callbacks: their states go into the checkpoint.
@@ -441,6 +461,39 @@ class Trainer:
         metrics = {"test_loss": result.loss, **metrics}
         self._call("on_predict", metrics)
         return PredictionOutput(result.predictions, result.label_ids, metrics)
+
+    @_guarded
+    def generate(
+        self,
+        prompts: Sequence[str | Messages],
+        *,
+        max_new_tokens: int = 64,
+        do_sample: bool = False,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        seed: int = 0,
+    ) -> list[str]:
+        """Continues texts or conversations with the model as it is. Every rank must call it, with the same prompts.
+
+        The training is not changed by it, and the texts are the same for any number of ranks.
+
+        Args:
+            prompts: Texts, or lists of `{"role": ..., "content": ...}`, which the assistant goes on with.
+            max_new_tokens: Longest continuation.
+            do_sample: Draw each token; False: take the likeliest one.
+            temperature: Divides the logits that are drawn from; None, here and below: the checkpoint's own.
+            top_k: Draw from so many likeliest tokens.
+            top_p: Draw from the likeliest tokens that together have this probability.
+            seed: Of the draws, which take nothing from the training's random numbers.
+
+        Returns:
+            The continuations, without prompts and special tokens; the same on every rank.
+
+        Raises:
+            UserError: The model is no causal language model, there is no tokenizer, or a prompt is wrong or too long.
+        """
+        return generate_texts(self.run, prompts, Decoding(max_new_tokens, do_sample, temperature, top_k, top_p, seed))
 
     def _evaluate_on(self, loader: BatchLoader, collect: bool) -> EvaluationResult:
         run = self.run

@@ -17,7 +17,7 @@ from tqdm import tqdm
 from tests.helpers.killing import RANKS, Kill, KilledRun, Moment, check_same, write_model
 from tests.procs.test_spine import CELLS
 
-ENGINES = ("ddp", "zero1", "zero2", "zero2-cpu", "zero3")
+ENGINES = ("ddp", "zero1", "zero2", "zero2-cpu", "zero3", "fsdp2")
 EVENTS = ("save", "resume", "step", "save", "commit", "save")
 """In turn; no run begins with "resume", which needs a checkpoint."""
 PER_RUN = 3

@@ -46,6 +46,8 @@ LEVELS = {
     "assembly": 4,
     "callbacks": 4,
     "evaluation": 4,
+    "evaluation_samples": 4,
+    "generation": 4,
     "ingredients": 4,
     "non_finite": 4,
     "output": 4,

@@ -165,6 +165,44 @@ def test_zero3_nvme_trains_from_swap_files_and_removes_them(world, nvme, tmp_pat
     assert list(nvme.iterdir()) == []
 
 
+def losses_of_transformers(arguments):
+    """Runs the example's Trainer: every step's loss and gradient norm, and what the model was wrapped in."""
+    example = module("hf_trainer.py")
+    sys.argv = ["hf_trainer.py", *map(str, arguments)]
+    trainer = example.make_trainer(example.parse_train_arguments(default_config="unused"))
+    trainer.train()
+    log = [line[key] for line in trainer.state.log_history if "loss" in line for key in ("loss", "grad_norm")]
+    wrapped = trainer.model_wrapped
+    return log, type(wrapped).__name__, getattr(wrapped, "zero_optimization_stage", lambda: None)()
+
+
+BY_TRANSFORMERS = [
+    pytest.param(
+        ["parallel.engine=ddp", "zero=null"], "DistributedDataParallel", None, id="ddp", marks=pytest.mark.slow
+    ),
+    pytest.param(["zero.stage=2"], "DeepSpeedEngine", 2, id="zero2"),
+    pytest.param(["zero.stage=3"], "DeepSpeedEngine", 3, id="zero3", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("engine", "wrapper", "stage"), BY_TRANSFORMERS)
+def test_hf_trainer_gets_our_losses_from_transformers(world, config, tmp_path, engine, wrapper, stage):
+    # Short and long answers in one step, accumulation, clipping, decay and a schedule: all of it must agree.
+    run = settings(
+        batch__global_size=4, batch__accumulation=2, optimizer__max_grad_norm=0.3, optimizer__weight_decay=0.1
+    )
+    run += settings(schedule__name="cosine", schedule__warmup_ratio=0.4, schedule__min_lr_ratio=0.1, run__max_steps=5)
+    run += settings(checkpoint__every_steps=0)
+    arguments = ["--config", config, *run, *(part for key in engine for part in ("--set", key))]
+    world(run_script, 2, "train.py", arguments)
+    lines = [line for line in read_metrics(tmp_path / "out" / "metrics.jsonl") if "loss" in line]
+    assert lines[-1]["loss"] < lines[0]["loss"] - 0.5, "the weights must have moved, or equal losses prove nothing"
+    ours = [line[key] for line in lines for key in ("loss", "grad_norm")]
+    for log, wrapped, at_stage in world(losses_of_transformers, 2, arguments):
+        assert (wrapped, at_stage) == (wrapper, stage)
+        assert log == pytest.approx(ours, rel=1e-5)
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 @pytest.mark.parametrize("name", sorted(str(path.relative_to(EXAMPLES)) for path in EXAMPLES.rglob("*.json")))
 def test_a_default_config_runs_on_any_usual_number_of_ranks(name, ranks):

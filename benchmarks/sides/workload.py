@@ -37,12 +37,12 @@ def make_model() -> Any:
     )
 
 
-def make_rows() -> list[dict[str, list[int]]]:
+def make_rows(count: int = STEPS * GLOBAL, sequence: int = SEQUENCE) -> list[dict[str, list[int]]]:
     """One epoch of samples from a few ids, so that the loss falls from the start; a quarter of each is unlabelled."""
-    generator, masked = random.Random(0), SEQUENCE // 4
-    samples = [generator.choices(range(64), k=SEQUENCE) for _ in range(STEPS * GLOBAL)]
+    generator, masked = random.Random(0), sequence // 4
+    samples = [generator.choices(range(64), k=sequence) for _ in range(count)]
     return [
-        {"input_ids": ids, "attention_mask": [1] * SEQUENCE, "labels": [-100] * masked + ids[masked:]}
+        {"input_ids": ids, "attention_mask": [1] * sequence, "labels": [-100] * masked + ids[masked:]}
         for ids in samples
     ]
 
@@ -62,25 +62,32 @@ def run_config(engine: str, output_dir: str) -> dict[str, Any]:
 
 
 class Clock:
-    """Notes when each step ended."""
+    """Notes when each step ended.
 
-    def __init__(self) -> None:
+    Args:
+        steps: Steps in all.
+        warm_up: Steps that are not timed.
+        tokens: Tokens of a step, over all ranks.
+    """
+
+    def __init__(self, steps: int = STEPS, warm_up: int = WARM_UP, tokens: int = GLOBAL * SEQUENCE) -> None:
+        self._steps, self._warm_up, self._tokens = steps, warm_up, tokens
         self._ends: list[float] = []
 
     def step_ended(self) -> None:
         """To be called at the end of every optimizer step."""
         self._ends.append(time.monotonic())
 
-    def write(self, folder: str, losses: list[float], **more: Any) -> None:
+    def write(self, folder: str, losses: list[Any], **more: Any) -> None:
         """Leaves the times, and what proves that the sides did the same work, in `<folder>/result.json`.
 
         The command line's last argument is the monotonic clock's reading when this process was started.
         """
-        assert len(self._ends) == len(losses) == STEPS
-        step_s = statistics.median(b - a for a, b in pairwise(self._ends[WARM_UP - 1 :]))
+        assert len(self._ends) == len(losses) == self._steps
+        step_s = statistics.median(b - a for a, b in pairwise(self._ends[self._warm_up - 1 :]))
         result = {
             "first_step_s": self._ends[0] - float(sys.argv[-1]),
-            "tokens_per_s": GLOBAL * SEQUENCE / step_s,
+            "tokens_per_s": self._tokens / step_s,
             "losses": losses,
             **more,
         }

@@ -5,39 +5,11 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from ds_trainer.config.hf_keys import SAME
 from ds_trainer.config.keys import value
 from ds_trainer.config.schema import RunConfig
 from ds_trainer.errors import ConfigError
 from ds_trainer.mesh.grid import Grid
-
-SAME = {
-    "adam_epsilon": "optimizer.eps",
-    "dataloader_num_workers": "data.num_workers",
-    "dataloader_pin_memory": "data.pin_memory",
-    "dataloader_prefetch_factor": "data.prefetch_factor",
-    "eval_on_start": "evaluation.at_start",
-    "eval_steps": "evaluation.every_steps",
-    "gradient_accumulation_steps": "batch.accumulation",
-    "gradient_checkpointing": "model.gradient_checkpointing",
-    "greater_is_better": "evaluation.greater_is_better",
-    "label_smoothing_factor": "loss.label_smoothing",
-    "learning_rate": "optimizer.lr",
-    "load_best_model_at_end": "checkpoint.load_best_model_at_end",
-    "logging_steps": "logging.every_steps",
-    "max_grad_norm": "optimizer.max_grad_norm",
-    "metric_for_best_model": "evaluation.metric_for_best_model",
-    "output_dir": "run.output_dir",
-    "per_device_eval_batch_size": "evaluation.batch_size",
-    "per_device_train_batch_size": "batch.micro_size",
-    "project": "logging.project_name",
-    "resume_from_checkpoint": "checkpoint.resume",
-    "run_name": "logging.run_name",
-    "save_steps": "checkpoint.every_steps",
-    "save_total_limit": "checkpoint.keep_last",
-    "seed": "run.seed",
-    "weight_decay": "optimizer.weight_decay",
-}
-"""Attribute -> key that means the same."""
 
 
 class NoSuchArgument(ConfigError, AttributeError):

@@ -20,7 +20,7 @@ from transformers.dynamic_module_utils import custom_object_save
 from ds_trainer.errors import MachineError, ModelError
 from ds_trainer.models.conversions import Recipe, export_recipes, tied_groups
 from ds_trainer.models.hf import set_use_cache
-from ds_trainer.models.skeleton import empty_twin
+from ds_trainer.models.skeleton import empty_twin, written_class
 from ds_trainer.models.weights import CheckpointWeights
 
 _WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json")
@@ -203,11 +203,11 @@ def write_model_files(
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
     config = deepcopy(model.config)
-    config.architectures = [type(model).__name__]
+    config.architectures = [written_class(model).__name__]
     config.dtype = str(dtype).removeprefix("torch.")
     set_use_cache(config, getattr(model, "source_use_cache", True))
     if model.is_remote_code():
-        custom_object_save(model, folder, config=config)  # type: ignore[arg-type]  # Annotated as a dict, used as a config.
+        custom_object_save(empty_twin(model), folder, config=config)  # type: ignore[arg-type]  # Annotated as a dict, used as a config.
     config.save_pretrained(folder)
     if model.can_generate():
         # Not save_pretrained: it refuses settings that real checkpoints ship, such as a temperature without sampling.

@@ -27,7 +27,7 @@ def require_room(config: RunConfig, num_trained: int, saves: int) -> None:
     optimizer, output_dir = config.optimizer, Path(config.run.output_dir)
     one = num_trained * (4 + moment_bytes(optimizer.name, optimizer.momentum > 0))
     # A new one is whole before an old one goes.
-    together = one * min(saves, config.checkpoint.keep_last + 1)
+    at_once = min(saves, config.checkpoint.keep_last + 1)
     free = shutil.disk_usage(output_dir).free
     found = f"a checkpoint takes {one / 1e9:.1f} GB, {free / 1e9:.1f} GB are free in {output_dir}"
     if free < one:
@@ -36,6 +36,6 @@ def require_room(config: RunConfig, num_trained: int, saves: int) -> None:
             "there must be room before the run starts, not only when it writes",
             "set run.output_dir to a larger drive, or checkpoint.every_steps to 0",
         )
-    if free < together:
+    if free < one * at_once:
         text = "warning: %s, and up to %d are there at once: lower checkpoint.keep_last or free space"
-        get_logger().warning(text, found, config.checkpoint.keep_last + 1)
+        get_logger().warning(text, found, at_once)

@@ -45,9 +45,15 @@ def check_fsdp(config: RunConfig, asked: Asked) -> Iterator[ConfigError]:
 
 
 def check_fsdp_machine(config: RunConfig, asked: Asked, machine: Machine) -> Iterator[ConfigError]:
-    """Every fault that shows once the number of ranks is known."""
+    """Every fault that shows once the kind of device and the number of ranks are known."""
     if backend(config) != "fsdp2":
         return
+    if config.parallel.engine == "accelerate" and machine.device == "cpu":
+        yield ConfigError(
+            f"{asked.says('accelerate.backend')} on cpu",
+            "accelerate shards with FSDP2 on GPUs only, and ignores its plugin on a CPU",
+            "set parallel.engine to fsdp2, or accelerate.backend to ddp or deepspeed",
+        )
     replicate, shard = config.parallel.dp_replicate, config.parallel.dp_shard
     if machine.world % replicate or (shard is not None and replicate * shard != machine.world):
         sizes = [n for n in range(1, machine.world + 1) if machine.world % n == 0]

@@ -46,7 +46,10 @@ class Loaded:
 
 
 def load_config(
-    source: Source, overrides: Sequence[str] = (), deepspeed_config: str | Path | None = None
+    source: Source,
+    overrides: Sequence[str] = (),
+    deepspeed_config: str | Path | None = None,
+    made_from: Mapping[str, str] | None = None,
 ) -> tuple[RunConfig, dict[str, str]]:
     """Reads a run's JSON.
 
@@ -54,6 +57,7 @@ def load_config(
         source: File, its content as a mapping, or a config made in Python, whose unset keys are left open.
         overrides: `a.b=c` each; the value is JSON, or else a string; `null` takes the key out of the file.
         deepspeed_config: DeepSpeed JSON whose content goes to `native.deepspeed`.
+        made_from: Dotted leaf key -> the place that set it, of a mapping that was made from something else.
 
     Returns:
         The config, and dotted leaf key -> the place that set it, or `default`.
@@ -61,20 +65,25 @@ def load_config(
     Raises:
         ConfigErrors: Every fault, together.
     """
-    loaded = read_config(source, overrides, deepspeed_config)
+    loaded = read_config(source, overrides, deepspeed_config, made_from)
     if loaded.errors:
         raise ConfigErrors(loaded.errors)
     return loaded.config, loaded.origins
 
 
-def read_config(source: Source, overrides: Sequence[str] = (), deepspeed_config: str | Path | None = None) -> Loaded:
+def read_config(
+    source: Source,
+    overrides: Sequence[str] = (),
+    deepspeed_config: str | Path | None = None,
+    made_from: Mapping[str, str] | None = None,
+) -> Loaded:
     """As `load_config`, but hands back the faults beside what could be read.
 
     Raises:
         ConfigError: The file is missing or no JSON, an override cannot be applied, or two DeepSpeed blocks differ.
     """
     name, raw = _read(source)
-    places = dict.fromkeys(flatten(raw), name)
+    places = dict.fromkeys(flatten(raw), name) | dict(made_from or {})
     if deepspeed_config is not None:
         own = set(flatten(raw.get("native", {})))
         raw = merge_native(raw, deepspeed_config, name)

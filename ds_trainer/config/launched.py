@@ -1,7 +1,8 @@
 """What `accelerate launch` was told about training, held against the run's JSON. Pure.
 
 It hands its YAML and command line to the processes as variables, in part: outside its DeepSpeed mode it passes on
-neither accumulation nor clipping. What does arrive and differs stops the run; nothing of it is obeyed.
+neither accumulation nor clipping. What does arrive and differs stops the run; nothing of it is obeyed. A value that
+accelerate sends where nobody said anything cannot be told from one that somebody wrote, and stops nothing.
 
 Source: accelerate 1.15, utils/launch.py and commands/launch.py.
 """
@@ -12,6 +13,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from ds_trainer.config.backend import backend
 from ds_trainer.config.keys import value
 from ds_trainer.config.resolved import ResolvedConfig
 from ds_trainer.errors import ConfigError
@@ -29,17 +31,45 @@ _SAME_WITH_DEEPSPEED = {
     "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": ("offload_param_device", "zero.offload_param.device"),
 }
 
-_UNSAID = {"ACCELERATE_MIXED_PRECISION": "no"}
+_SAME_WITH_FSDP = {
+    "FSDP_RESHARD_AFTER_FORWARD": ("fsdp_reshard_after_forward", "fsdp.reshard_after_forward"),
+    "FSDP_OFFLOAD_PARAMS": ("fsdp_offload_params", "fsdp.cpu_offload"),
+    "FSDP_AUTO_WRAP_POLICY": ("fsdp_auto_wrap_policy", "fsdp.auto_wrap_policy"),
+    "FSDP_TRANSFORMER_CLS_TO_WRAP": ("fsdp_transformer_layer_cls_to_wrap", "fsdp.transformer_layer_cls_to_wrap"),
+    "FSDP_MIN_NUM_PARAMS": ("fsdp_min_num_params", "fsdp.min_num_params"),
+    "FSDP_ACTIVATION_CHECKPOINTING": ("fsdp_activation_checkpointing", "model.gradient_checkpointing"),
+    "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": ("parallelism_config_dp_replicate_size", "parallel.dp_replicate"),
+    "PARALLELISM_CONFIG_DP_SHARD_SIZE": ("parallelism_config_dp_shard_size", "parallel.dp_shard"),
+}
+
+_UNSAID = {
+    "ACCELERATE_MIXED_PRECISION": "no",
+    "FSDP_RESHARD_AFTER_FORWARD": "true",
+    "FSDP_OFFLOAD_PARAMS": "false",
+    "FSDP_MIN_NUM_PARAMS": "100000000",
+    "FSDP_ACTIVATION_CHECKPOINTING": "false",
+    **{f"PARALLELISM_CONFIG_{axis}_SIZE": "1" for axis in ("DP_REPLICATE", "DP_SHARD", "TP", "CP", "SP")},
+}
 """What accelerate sends where nobody said anything."""
 
+_WHERE_OPEN = {"fsdp.auto_wrap_policy": "transformer_based_wrap"}
+"""What a key that is left open until the model is read comes to."""
+
+_OURS_ALONE = "ds_trainer has no key for it"
 _NO_KEY = {
     "ACCELERATE_DEEPSPEED_CONFIG_FILE": ("deepspeed_config_file", "give the file as --deepspeed_config FILE"),
-    "ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES": ("deepspeed_moe_layer_cls_names", "ds_trainer has no key for it"),
-    "ACCELERATE_DYNAMO_BACKEND": ("dynamo_backend", "ds_trainer has no key for it"),
-    "ACCELERATE_USE_MEGATRON_LM": ("MEGATRON_LM (distributed_type, --use_megatron_lm)", "ds_trainer has no key for it"),
+    "ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES": ("deepspeed_moe_layer_cls_names", _OURS_ALONE),
+    "ACCELERATE_USE_MEGATRON_LM": ("MEGATRON_LM (distributed_type, --use_megatron_lm)", _OURS_ALONE),
+    "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": ("fsdp_activation_checkpointing_offload", _OURS_ALONE),
+    "FSDP_FORWARD_PREFETCH": ("fsdp_forward_prefetch", "set fsdp.prefetch_depth"),
+    "FSDP_IGNORED_MODULES": ("fsdp_ignored_modules", _OURS_ALONE),
+    "PARALLELISM_CONFIG_CP_SIZE": ("parallelism_config_cp_size", _OURS_ALONE),
+    "PARALLELISM_CONFIG_SP_SIZE": ("parallelism_config_sp_size", _OURS_ALONE),
+    "PARALLELISM_CONFIG_TP_SIZE": ("parallelism_config_tp_size", _OURS_ALONE),
 }
 """Variable that no key stands for -> accelerate's option, and what to do instead."""
 
+_OFF = ("", "no", "false")
 _RULE = "the run's JSON alone says how to train; what accelerate was told agrees with it or is left out"
 
 
@@ -50,33 +80,55 @@ def check_launched(environ: Mapping[str, str], resolved: ResolvedConfig) -> list
         environ: Environment of a rank.
         resolved: The run.
     """
-    return [*_modes(environ, resolved), *_values(environ, resolved)]
+    return [*_modes(environ, resolved), *_compiler(environ, resolved), *_values(environ, resolved)]
 
 
 def _modes(environ: Mapping[str, str], resolved: ResolvedConfig) -> Iterator[ConfigError]:
     """The ways of training that accelerate switches on as a whole."""
-    engine = resolved.config.parallel.engine
-    if _is_on(environ, "ACCELERATE_USE_DEEPSPEED") and engine != "deepspeed":
-        option, instead = "DEEPSPEED (distributed_type, --use_deepspeed)", "set it to deepspeed"
-        yield _error("ACCELERATE_USE_DEEPSPEED=true", resolved, "parallel.engine", instead, option)
+    config = resolved.config
+    key = "accelerate.backend" if config.parallel.engine == "accelerate" else "parallel.engine"
+    if _is_on(environ, "ACCELERATE_USE_DEEPSPEED") and backend(config) != "deepspeed":
+        option = "DEEPSPEED (distributed_type, --use_deepspeed)"
+        yield _error("ACCELERATE_USE_DEEPSPEED=true", resolved, key, "set it to deepspeed", option)
     if _is_on(environ, "ACCELERATE_USE_FSDP"):
+        option, version = "FSDP (distributed_type, --use_fsdp)", environ.get("FSDP_VERSION", "1")
         told = ", ".join(f"{name}={item}" for name, item in sorted(environ.items()) if name.startswith("FSDP_"))
-        option, instead = "FSDP (distributed_type, --use_fsdp)", "deepspeed with zero.stage 3 shards as much"
-        yield _error(f"ACCELERATE_USE_FSDP=true ({told})", resolved, "parallel.engine", instead, option)
+        if backend(config) != "fsdp2":
+            yield _error(f"ACCELERATE_USE_FSDP=true ({told})", resolved, key, "set it to fsdp2", option)
+        elif version != "2":
+            yield ConfigError(
+                f"ACCELERATE_USE_FSDP=true and FSDP_VERSION={version}",
+                "FSDP here is FSDP2",
+                f"set fsdp_version to 2 (accelerate to-fsdp2 converts a config file); or {_leave_out(option)}",
+            )
     for name, (option, instead) in _NO_KEY.items():
-        if environ.get(name, "").lower() not in ("", "no", "false"):
+        if environ.get(name, "").lower() not in (*_OFF, _UNSAID.get(name)):
             yield ConfigError(f"{name}={environ[name]}", _RULE, f"{instead}; {_leave_out(option)}")
 
 
+def _compiler(environ: Mapping[str, str], resolved: ResolvedConfig) -> Iterator[ConfigError]:
+    told = environ.get("ACCELERATE_DYNAMO_BACKEND", "")
+    if told.lower() in _OFF or (told.lower() == "inductor" and resolved.config.model.compile):
+        return
+    instead = "set it to true" if told.lower() == "inductor" else "true compiles with inductor"
+    yield _error(f"ACCELERATE_DYNAMO_BACKEND={told}", resolved, "model.compile", instead, "dynamo_backend")
+
+
 def _values(environ: Mapping[str, str], resolved: ResolvedConfig) -> Iterator[ConfigError]:
-    table = dict(_SAME)
-    if _is_on(environ, "ACCELERATE_USE_DEEPSPEED") and resolved.config.parallel.engine == "deepspeed":
+    config, table = resolved.config, dict(_SAME)
+    if _is_on(environ, "ACCELERATE_USE_DEEPSPEED") and backend(config) == "deepspeed":
         table |= _SAME_WITH_DEEPSPEED
+    if _is_on(environ, "ACCELERATE_USE_FSDP") and (backend(config), environ.get("FSDP_VERSION")) == ("fsdp2", "2"):
+        table |= _SAME_WITH_FSDP
     for name, (option, key) in table.items():
         told = environ.get(name, "auto")
-        if told not in ("", "auto", _UNSAID.get(name)) and _parsed(told) != value(resolved.config, key):
-            yield _error(f"{name}={told}", resolved, key, f"set it to {told} too", option)
-    if _is_on(environ, "ACCELERATE_USE_CPU") and resolved.config.run.device != "cpu":
+        if told in ("", "auto", _UNSAID.get(name)):
+            continue
+        item = _parsed(name, told)
+        if item not in (value(config, key), _WHERE_OPEN.get(key) if value(config, key) is None else None):
+            shown = item if isinstance(item, str) else json.dumps(item)
+            yield _error(f"{name}={told}", resolved, key, f"set it to {shown} too", option)
+    if _is_on(environ, "ACCELERATE_USE_CPU") and config.run.device != "cpu":
         yield _error("ACCELERATE_USE_CPU=True", resolved, "run.device", "set it to cpu", "use_cpu")
 
 
@@ -93,7 +145,12 @@ def _is_on(environ: Mapping[str, str], name: str) -> bool:
     return environ.get(name, "").lower() in ("true", "1", "yes")
 
 
-def _parsed(text: str) -> Any:
+def _parsed(name: str, text: str) -> Any:
+    """A variable's text as the value of its key."""
+    if name == "FSDP_AUTO_WRAP_POLICY":
+        return text.lower()
+    if name == "FSDP_TRANSFORMER_CLS_TO_WRAP":
+        return tuple(text.split(","))
     try:
         return json.loads(text)
     except json.JSONDecodeError:

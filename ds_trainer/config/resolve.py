@@ -13,7 +13,7 @@ from ds_trainer.config.batch import solve_batch
 from ds_trainer.config.fsdp_rules import derive_fsdp
 from ds_trainer.config.keys import leaf_values, value
 from ds_trainer.config.resolved import Machine, ResolvedConfig
-from ds_trainer.config.rules import FUSED, check_machine, no_effect_warnings
+from ds_trainer.config.rules import check_machine, has_fused_kernel, no_effect_warnings
 from ds_trainer.config.schema import RunConfig
 from ds_trainer.config.to_deepspeed import to_deepspeed
 from ds_trainer.config.zero_resolve import ModelSize, check_parameter_buffer, derive_zero
@@ -207,7 +207,7 @@ def _implementation(config: RunConfig) -> Implementation:
     offloaded = backend(config) == "deepspeed" and config.zero.offload_optimizer.device != "none"
     if offloaded:
         return "deepspeed_cpu" if name in ("adamw", "adam", "lion") else "torch"
-    return "torch_fused" if name in FUSED and config.optimizer.fused is not False else "torch"
+    return "torch_fused" if has_fused_kernel(config) and config.optimizer.fused is not False else "torch"
 
 
 def _warnings(config: RunConfig, origins: Mapping[str, str], machine: Machine) -> list[str]:

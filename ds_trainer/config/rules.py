@@ -24,6 +24,12 @@ FUSED = ("adamw", "adam", "sgd")
 """Optimizers of which torch has a fused kernel."""
 
 
+def has_fused_kernel(config: RunConfig) -> bool:
+    """Whether the optimizer can run in one kernel; of SGD's, torch does not know how to run it on FSDP2's shards."""
+    name = config.optimizer.name
+    return name in FUSED and not (name == "sgd" and backend(config) == "fsdp2")
+
+
 def check_config(config: RunConfig, origins: Mapping[str, str]) -> list[ConfigError]:
     """Every fault that shows without knowing machine and model."""
     asked = Asked(config, origins)
@@ -141,6 +147,12 @@ def _fused(config: RunConfig, asked: Asked) -> Iterator[ConfigError]:
         yield ConfigError(
             f"{asked.says('optimizer.fused')} and {asked.says('optimizer.name')}",
             f"torch has fused kernels of {', '.join(FUSED)}",
+            f"remove optimizer.fused or set optimizer.name to {FUSED[0]}",
+        )
+    elif not has_fused_kernel(config):
+        yield ConfigError(
+            f"{asked.says('optimizer.fused')} and {asked.says('optimizer.name')} on fsdp2",
+            "torch's fused SGD does not run on FSDP2's shards",
             f"remove optimizer.fused or set optimizer.name to {FUSED[0]}",
         )
     if backend(config) == "deepspeed" and config.zero.offload_optimizer.device != "none":

@@ -51,6 +51,17 @@ def encode_chat(
     return ids, [any(start <= begin < stop for start, stop in turns) for begin, _ in offsets]
 
 
+def encode_opening(messages: list[dict[str, str]], tokenizer: Any, origin: Origin) -> list[int]:
+    """Tokenises a conversation that the assistant is to go on with.
+
+    Raises:
+        DataError: Messages of a wrong shape, no chat template, or one that refuses the conversation.
+    """
+    _check(messages, origin)
+    chat = _Conversation(messages, tokenizer, _template(tokenizer, None, origin), origin)
+    return chat.tokenise_opening()
+
+
 class _Conversation:
     """Renders one conversation, whole and in part, and turns the template's complaints into our own."""
 
@@ -64,6 +75,10 @@ class _Conversation:
     def tokenise(self) -> tuple[list[int], list[Span]]:
         out = self.tokenizer(self.text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         return out["input_ids"], out["offset_mapping"]
+
+    def tokenise_opening(self) -> list[int]:
+        text = self._render(len(self.messages), add_generation_prompt=True)
+        return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
     def tokenise_marked(self) -> tuple[list[int], list[Span], list[int]]:
         out = self._apply(

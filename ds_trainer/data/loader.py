@@ -124,9 +124,9 @@ class BatchLoader:
             yield batch
             started = time.perf_counter()
 
-    def rehearsal(self) -> Batch:
+    def alone(self, sample: int) -> Batch:
         """A micro-batch of one sample, outside of any step."""
-        made = self.maker[Task(0, 0, [0])]
+        made = self.maker[Task(0, 0, [sample])]
         if isinstance(made, Failure):
             made.reraise()
         return made

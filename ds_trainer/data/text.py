@@ -73,7 +73,7 @@ def encode(record: Record, tokenizer: Any, chat_template: str | None, origin: Or
         case {"prompt": prompt, "completion": completion}:
             raise _wrong_shape(origin, f"prompt is {kind_of(prompt)}, completion {kind_of(completion)}")
         case {"text": str(text)}:
-            ids = _ended(_tokenise(text, tokenizer), tokenizer) if text else []
+            ids = _ended(tokenise(text, tokenizer), tokenizer) if text else []
             return Encoded(ids, list(ids))
         case {"text": text}:
             raise _wrong_shape(origin, f"text is {kind_of(text)}")
@@ -106,14 +106,14 @@ def _encode_completion(prompt: str, completion: str, tokenizer: Any) -> Encoded:
     """
     if not prompt and not completion:
         return Encoded([], [])
-    head, ids = _tokenise(prompt, tokenizer), _tokenise(prompt + completion, tokenizer)
+    head, ids = tokenise(prompt, tokenizer), tokenise(prompt + completion, tokenizer)
     if ids[: len(head)] != head:
         ids = head + tokenizer(completion, add_special_tokens=False, verbose=False)["input_ids"]
     ids = _ended(ids, tokenizer)
     return Encoded(ids, [IGNORE] * len(head) + ids[len(head) :])
 
 
-def _tokenise(text: str, tokenizer: Any) -> list[int]:
+def tokenise(text: str, tokenizer: Any) -> list[int]:
     """Ids with the tokenizer's own beginning-of-sequence token, and without the end token that some tokenizers add."""
     ids = tokenizer(text, verbose=False)["input_ids"]
     eos = tokenizer.eos_token

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from typing import Any, Protocol, runtime_checkable
 
@@ -54,6 +54,7 @@ class EngineFacts:
         optimizer_bytes: Bytes of masters and optimizer states on this rank, as far as they exist yet.
         nvme_bytes: Bytes in this rank's swap files.
         compute_dtype: Format of the parameters in the forward pass.
+        settings: What else was set up, under the config's dotted keys, to be held against their values.
     """
 
     engine: str
@@ -66,6 +67,7 @@ class EngineFacts:
     optimizer_bytes: int
     nvme_bytes: int
     compute_dtype: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
 
 @runtime_checkable
@@ -91,7 +93,10 @@ class Engine(Protocol):
         """The model's outputs, computed in the run's number format; under ZeRO-3 every rank must call it."""
 
     def number_format(self) -> AbstractContextManager[None]:
-        """The run's number format for the model's own methods, such as `generate`, which call it without `forward`."""
+        """The run's number format for the model's own methods, such as `generate`, which call it without `forward`.
+
+        What is gathered for them is freed at its end.
+        """
 
     def backward(self, loss: torch.Tensor) -> None:
         """Accumulates the gradient of `loss`, this rank's share of the step's: shares add up over ranks and calls."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from math import ceil
 from typing import Any
 
 import torch
@@ -15,10 +16,11 @@ from torch.nn.parallel import DistributedDataParallel
 from ds_trainer.config.resolved import ResolvedConfig
 from ds_trainer.config.to_torch import ddp_arguments
 from ds_trainer.engines.base import EngineFacts, OptimizerFactory, StepOutcome
-from ds_trainer.engines.clip import clip_by_norm, global_norm
 from ds_trainer.engines.dtypes import DTYPE_NAMES, TORCH_DTYPES
 from ds_trainer.engines.measure import content_hash, devices, grouped_parameters, state_tensors, storage_bytes
 from ds_trainer.engines.state import MASTER, State, entry, live
+from ds_trainer.engines.step import clipped_step
+from ds_trainer.errors import EngineError, ModelError
 from ds_trainer.layout import ParameterSlice
 from ds_trainer.mesh.mesh import Mesh
 from ds_trainer.models.source import WeightSource
@@ -67,6 +69,10 @@ class DDPEngine:
 
     def wrap(self, make_optimizer: OptimizerFactory) -> None:
         """Wraps the model and builds the optimizer on its parameters."""
+        self._optimizer = make_optimizer(self._trained())
+        self._wrap_model()
+
+    def _wrap_model(self) -> None:
         sync_buffers: dict[str, Any] = {_SYNC_BUFFERS: False}  # They are the same everywhere, and nothing updates them.
         self.module = DistributedDataParallel(
             self._model,
@@ -78,7 +84,31 @@ class DDPEngine:
             **sync_buffers,
         )
         self._register_comm_hook()
-        self._optimizer = make_optimizer(self._trained())
+        self._check_one_bucket(self.config.ddp.bucket_cap_mb)
+
+    def _check_one_bucket(self, first_bucket_mb: int) -> None:
+        """Over gloo PowerSGD hangs or aborts with several buckets: threads of its own issue each one's collectives.
+
+        Args:
+            first_bucket_mb: MiB in the smallest bucket.
+
+        Raises:
+            EngineError: There would be several.
+        """
+        gradients_mb = sum(p.numel() for _, p in self._trained()) * 4 / 2**20
+        if (
+            self.config.ddp.comm_hook == "powersgd"
+            and self.mesh.device.type == "cpu"
+            and gradients_mb > first_bucket_mb
+        ):
+            enough = max(ceil(gradients_mb), 26)  # 25 is the default, which accelerate does not hand on.
+            raise EngineError(
+                f"ddp.comm_hook is powersgd on cpu, with {gradients_mb:.0f} MiB of gradients in buckets of "
+                f"{first_bucket_mb} MiB",
+                "over gloo torch's PowerSGD works in one bucket only: with more, ranks differ in the order of their "
+                "collectives",
+                f"set ddp.bucket_cap_mb to {enough}, or ddp.comm_hook to fp16",
+            )
 
     def _register_comm_hook(self) -> None:
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
@@ -101,9 +131,12 @@ class DDPEngine:
     @contextmanager
     def microbatch(self, is_last: bool) -> Iterator[None]:
         """Reduces gradients in the last micro-batch only; a static graph's very first one too."""
-        with nullcontext() if is_last or not self._reduced_once else self.module.no_sync():
+        with nullcontext() if is_last or not self._reduced_once else self._no_sync():
             yield
         self._reduced_once = True
+
+    def _no_sync(self) -> AbstractContextManager[None]:
+        return self.module.no_sync()
 
     def forward(self, **inputs: Any) -> Any:
         """Calls the wrapped model, below fp32 under autocast."""
@@ -121,15 +154,26 @@ class DDPEngine:
 
     def finish(self) -> StepOutcome:
         """Clips by the global norm and updates; a gradient that is not finite is dropped."""
-        self._scaler.unscale_(self._optimizer)
-        norm = global_norm(self._model.parameters())
-        finite = bool(norm.isfinite())
-        if finite:
-            clip_by_norm(self._model.parameters(), self.config.optimizer.max_grad_norm, norm)
-            self._scaler.step(self._optimizer)
-        self._scaler.update()
-        self._optimizer.zero_grad()
-        return StepOutcome(float(norm) if finite else float("inf"), skipped=not finite)
+        if not (self.config.ddp.find_unused_parameters or self.config.ddp.static_graph):
+            self._require_all_used()
+        gradients = [p.grad for p in self._model.parameters() if p.grad is not None]
+        return clipped_step(self._optimizer, self._scaler, gradients, self.config.optimizer)
+
+    def _require_all_used(self) -> None:
+        """DDP reduces a bucket when all of its parameters have a gradient, so one without leaves others unreduced.
+
+        Raises:
+            ModelError: The step's loss does not depend on a parameter that is trained.
+        """
+        unused = [name for name, parameter in self._trained() if parameter.grad is None]
+        if unused:
+            raise ModelError(
+                f"the loss of this step does not depend on {len(unused)} trained parameters: {', '.join(unused[:5])}"
+                + (", ..." if len(unused) > 5 else ""),
+                "DDP waits for a gradient of every parameter that requires one",
+                "call requires_grad_(False) on parameters that are never used before Trainer(model=...); where some "
+                "steps use them, set ddp.find_unused_parameters to true",
+            )
 
     def param_groups(self) -> list[dict[str, Any]]:
         """The optimizer's groups."""
@@ -196,7 +240,7 @@ class DDPEngine:
             engine=type(self.module).__name__,
             optimizer=type(self._optimizer).__name__,
             stage=None,
-            group_size=dist.get_world_size(self.module.process_group),
+            group_size=self._group_size(),
             param_device=devices(parameters),
             optimizer_device=devices(grouped_parameters(self._optimizer)),
             param_bytes=storage_bytes(parameters),
@@ -204,6 +248,9 @@ class DDPEngine:
             nvme_bytes=0,
             compute_dtype=DTYPE_NAMES[self._compute_dtype],
         )
+
+    def _group_size(self) -> int:
+        return dist.get_world_size(self.module.process_group)
 
     def close(self) -> None:
         """Nothing is held outside Python's memory."""

@@ -11,7 +11,8 @@ import os
 import uuid
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout
+from math import isfinite
 from typing import Any
 
 import deepspeed
@@ -36,6 +37,7 @@ from ds_trainer.layout import ParameterSlice
 from ds_trainer.mesh.mesh import Mesh
 from ds_trainer.mesh.ops import disable_shm_comm
 from ds_trainer.mesh.swap import SwapFolder
+from ds_trainer.models.blocks import blocks
 from ds_trainer.models.source import WeightSource
 from ds_trainer.models.weights import load_full
 
@@ -95,6 +97,8 @@ class DeepSpeedEngine:
         self._model, self._weights = model, weights
         self._shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
         if self.stage == 3:
+            if self.config.model.compile or self.config.model.gradient_checkpointing == "selective":
+                _gather_by_blocks(model)
             load_partitioned(model, weights, self.native, self._param_dtype, self.mesh)
         else:
             load_full(model, weights, self.mesh.device, self._param_dtype)
@@ -109,9 +113,7 @@ class DeepSpeedEngine:
         recorder = ReadRecorder(self.native)
         # Some of its optimizers print the machine's memory as they are built.
         with _without_compiler(), redirect_stdout(io.StringIO()):
-            self.module, *_ = deepspeed.initialize(
-                model=self._model, optimizer=make_optimizer(trainable), config=recorder, dist_init_required=False
-            )
+            self.module = self._initialize(make_optimizer(trainable), recorder)
         if recorder.unread():
             raise EngineError(
                 f"DeepSpeed {deepspeed.__version__} never read {', '.join(recorder.unread())}",
@@ -124,6 +126,12 @@ class DeepSpeedEngine:
             load_wide_masters(self.module, trainable, self.stage, self._weights)
         del self._weights
 
+    def _initialize(self, optimizer: torch.optim.Optimizer, config: ReadRecorder) -> deepspeed.DeepSpeedEngine:
+        engine, *_ = deepspeed.initialize(
+            model=self._model, optimizer=optimizer, config=config, dist_init_required=False
+        )
+        return engine
+
     @contextmanager
     def microbatch(self, is_last: bool) -> Iterator[None]:
         """Marks the accumulation boundary."""
@@ -134,10 +142,17 @@ class DeepSpeedEngine:
         """Calls DeepSpeed's engine, which gathers parameters and casts as configured."""
         return self.module(**inputs)
 
-    def number_format(self) -> AbstractContextManager[None]:
-        """Autocast where bf16 runs over fp32 parameters; else these have the format already."""
+    @contextmanager
+    def number_format(self) -> Iterator[None]:
+        """Autocast where bf16 runs over fp32 parameters; at stage 3 these are freed at the end, as in a backward pass.
+
+        DeepSpeed itself would keep them for the backward pass that followed the forward when it recorded their order.
+        """
         autocast = self._param_dtype != self._compute_dtype
-        return torch.autocast(self.mesh.device.type, self._compute_dtype, enabled=autocast)
+        with torch.autocast(self.mesh.device.type, self._compute_dtype, enabled=autocast):
+            yield
+        if self.stage == 3:
+            self.module.empty_partition_cache()
 
     def backward(self, loss: torch.Tensor) -> None:
         """DeepSpeed averages over the data ranks, so this rank's share is multiplied by their number."""
@@ -146,13 +161,14 @@ class DeepSpeedEngine:
     def finish(self) -> StepOutcome:
         """One DeepSpeed step; ZeRO itself drops a gradient that is not finite, at stage 0 it is done here."""
         if self._clips_itself:
-            norm = global_norm(self._model.parameters())
-            if not norm.isfinite():
+            gradients = [p.grad for p in self._model.parameters() if p.grad is not None]
+            norm = global_norm(gradients).item()
+            if not isfinite(norm):
                 self.module.zero_grad()
                 return StepOutcome(float("inf"), skipped=True)
-            clip_by_norm(self._model.parameters(), self.config.optimizer.max_grad_norm, norm)
+            clip_by_norm(gradients, self.config.optimizer.max_grad_norm, norm)
             self.module.step()
-            return StepOutcome(float(norm), skipped=False)
+            return StepOutcome(norm, skipped=False)
         self.module.step()
         skipped = not self.module.was_step_applied()
         norm = self.module.get_global_grad_norm()
@@ -298,6 +314,15 @@ class DeepSpeedEngine:
             self.module.destroy()
         for swap in self._swaps:
             swap.close()
+
+
+def _gather_by_blocks(model: nn.Module) -> None:
+    """Lets ZeRO-3 gather a block's parameters together and before it runs, not one linear layer after the other.
+
+    What compiles a block's operators, or runs them a second time, then meets none of ZeRO's collectives among them.
+    """
+    if classes := list({type(block) for block in blocks(model)}):
+        deepspeed.utils.set_z3_leaf_modules(model, classes)
 
 
 @contextmanager

@@ -6,13 +6,20 @@ import hashlib
 from collections.abc import Iterable
 
 import torch
+from torch.distributed.tensor import DTensor
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a tensor that is cut over the ranks, sharing its memory; a plain tensor as it is."""
+    with torch.no_grad():
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes of the distinct storages behind the tensors; views of one buffer count once."""
     storages = {}
     for tensor in tensors:
-        storage = tensor.untyped_storage()
+        storage = local_part(tensor).untyped_storage()
         if storage.nbytes():
             storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
@@ -40,6 +47,6 @@ def content_hash(tensors: Iterable[torch.Tensor]) -> str:
     """
     digest = hashlib.blake2b(digest_size=6)
     for tensor in tensors:
-        value = tensor.detach()
+        value = local_part(tensor).detach()
         digest.update(f"{torch.hash_tensor(value).item()} {value.sum(dtype=torch.float64).item()!r}".encode())
     return digest.hexdigest()

@@ -85,7 +85,7 @@ def init_mesh(grid: Grid, device_kind: Literal["cpu", "cuda"], timeouts: Timeout
     device = _pick_device(grid, device_kind)
     if not dist.is_initialized():
         _join(grid, device, _group_timeout(timeouts))
-        _leave_at_exit()
+    _leave_at_exit()  # Also one that `TrainingArguments` have formed.
     if dist.get_world_size() != grid.world or dist.get_rank() != grid.rank:
         raise MachineError(
             f"the process group has rank {dist.get_rank()} of {dist.get_world_size()}, "

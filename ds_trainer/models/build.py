@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from transformers import PreTrainedModel
 
 from ds_trainer.config.schema import RunConfig
 from ds_trainer.errors import ConfigError, ModelError
+from ds_trainer.models.compile import compile_blocks
 from ds_trainer.models.hf import build_skeleton, prepare_for_training
 from ds_trainer.models.resize import fit_embeddings
 from ds_trainer.models.source import ModuleWeights, WeightSource
@@ -44,6 +46,13 @@ def build_model(
         model, weights = instance, None
         if isinstance(model, PreTrainedModel):
             prepare_for_training(model, config)
+        elif config.gradient_checkpointing:
+            raise ConfigError(
+                f"model.gradient_checkpointing is {json.dumps(config.gradient_checkpointing)} and "
+                f"{type(model).__name__} is no model of transformers",
+                "activations are recomputed by the layers of transformers' own models",
+                "set model.gradient_checkpointing to false and call torch.utils.checkpoint in the model yourself",
+            )
         elif run.checkpoint.export:
             raise ConfigError(
                 f"checkpoint.export is true and {type(model).__name__} is no model of transformers",
@@ -58,4 +67,6 @@ def build_model(
             "a run trains at least one parameter",
             "set requires_grad on the parameters to train before Trainer(model=...)",
         )
+    if config.compile:
+        compile_blocks(model)
     return model, weights or ModuleWeights(model)

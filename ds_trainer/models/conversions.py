@@ -17,8 +17,6 @@ from transformers.core_model_loading import (
     WeightConverter,
     WeightRenaming,
     WeightTransform,
-    apply_converters,
-    apply_renamings,
     dot_natural_key,
     rename_source_key,
 )
@@ -107,11 +105,11 @@ def export_recipes(model: PreTrainedModel, names: Iterable[str]) -> list[Recipe]
     renamings, converters, by_pattern = _sort([t.reverse_transform() for t in reversed(transforms)])
 
     def rename(name: str) -> str:
-        return apply_renamings(name, renamings)
+        return rename_source_key(name, renamings, [])[0]
 
     recipes: dict[str, Recipe] = {}
     for name in sorted(names, key=dot_natural_key):
-        target, pattern = apply_converters(name, converters)
+        target, pattern = rename_source_key(name, [], converters)
         if pattern is None:
             recipe = Recipe(rename(name), None)
         else:

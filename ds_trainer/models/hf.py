@@ -14,8 +14,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from ds_trainer.config.schema import ModelConfig
 from ds_trainer.errors import ConfigError, ModelError
-from ds_trainer.log import get_logger
 from ds_trainer.models.hub import resolve_folder
+from ds_trainer.models.recompute import recompute_activations
 from ds_trainer.models.skeleton import skeleton
 
 
@@ -64,17 +64,7 @@ def prepare_for_training(model: PreTrainedModel, model_config: ModelConfig) -> N
         model.source_use_cache = getattr(model.config.get_text_config(), "use_cache", True)  # type: ignore[assignment]
     set_use_cache(model.config, False)
     if model_config.gradient_checkpointing:
-        # Named gradient_checkpointing_enable before transformers 5.24.
-        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-        try:
-            enable({"use_reentrant": False})
-        except ValueError as error:
-            raise ModelError(
-                f"{type(model).__name__}: {error}",
-                "activations are recomputed by the model's own layers, which must support it",
-                "set model.gradient_checkpointing to false",
-            ) from error
-        get_logger().info("activations are recomputed in the backward pass; the key-value cache is off")
+        recompute_activations(model, model_config.gradient_checkpointing)
     model.train()
 
 

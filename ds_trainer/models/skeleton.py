@@ -7,6 +7,7 @@ from copy import deepcopy
 
 import torch
 from accelerate import init_empty_weights
+from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 from transformers.core_model_loading import build_glob_alternation
 
@@ -39,6 +40,11 @@ def empty_twin(model: PreTrainedModel, dtype: torch.dtype = torch.float32) -> Pr
     An engine may have cut the parameters of `model` itself to this rank's shards, so that their shapes say nothing.
     """
     return _keep_in_fp32(_on_meta(lambda: type(model)._from_config(deepcopy(model.config), dtype=dtype)), dtype)
+
+
+def written_class(model: PreTrainedModel) -> type:
+    """The model's class as its author wrote it: FSDP2 gives a model one of its own, derived from that."""
+    return next(each for each in type(model).__mro__ if not issubclass(each, FSDPModule))
 
 
 def _keep_in_fp32(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:

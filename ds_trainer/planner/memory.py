@@ -152,6 +152,47 @@ def ddp_bytes_per_parameter(
     )
 
 
+def fsdp2_bytes_per_parameter(
+    dtype: str,
+    reduce_dtype: str,
+    shards: int,
+    optimizer: str = "adamw",
+    *,
+    reshard_after_forward: bool | int = True,
+    cpu_offload: bool = False,
+    accumulation: int = 1,
+    momentum: bool = False,
+) -> MemoryRow:
+    """The row of FSDP2, which cuts fp32 parameters, their gradients and moments.
+
+    Args:
+        dtype: Format of the forward and backward pass.
+        reduce_dtype: Format in which gradients are accumulated and reduced.
+        shards: Ranks over which one copy of the model is cut.
+        optimizer: Name as in `optimizer.name`.
+        reshard_after_forward: As in `fully_shard`.
+        cpu_offload: Whether shards, gradients and moments lie on the host.
+        accumulation: Micro-batches per step; before the last one their gradients are summed whole on every rank.
+        momentum: Whether sgd keeps a momentum.
+    """
+    place: Place = "host" if cpu_offload else "device"
+    parts = [
+        Part("fp32 parameters", 4 / shards, place),
+        Part("moments", moment_bytes(optimizer, momentum) / shards, place),
+        Part("fp32 gradients", 4 / shards, place, lasting=False),
+    ]
+    kept = 0.0 if reshard_after_forward is True else 1 / (reshard_after_forward or 1)
+    sums = DTYPE_BYTES[reduce_dtype] if accumulation > 1 else 0
+    # Both are freed group by group in the last backward, as the sharded gradients come about.
+    transient = max(0.0, kept * DTYPE_BYTES[dtype] + sums - 4 / shards)
+    stage = 3 if reshard_after_forward else 2
+    paper = bytes_per_parameter(stage, dtype, reduce_dtype, shards, optimizer, momentum=momentum).paper
+    why = [] if dtype == "fp32" else ["parameters are their own masters, and cast as they are gathered"]
+    if not reshard_after_forward:
+        why.append("gathered parameters are freed in the backward pass")
+    return MemoryRow(tuple(part for part in parts if part.size), transient, paper, "; ".join(why) or "as in the paper")
+
+
 @dataclass(frozen=True)
 class _Layout:
     """The arguments of `bytes_per_parameter` and what follows from them."""

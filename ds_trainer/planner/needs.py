@@ -8,7 +8,14 @@ from ds_trainer.config.backend import backend
 from ds_trainer.config.resolved import ResolvedConfig
 from ds_trainer.config.schema import RunConfig
 from ds_trainer.config.zero_keys import OFFLOAD_STAGES
-from ds_trainer.planner.memory import DTYPE_BYTES, MemoryRow, Part, bytes_per_parameter, ddp_bytes_per_parameter
+from ds_trainer.planner.memory import (
+    DTYPE_BYTES,
+    MemoryRow,
+    Part,
+    bytes_per_parameter,
+    ddp_bytes_per_parameter,
+    fsdp2_bytes_per_parameter,
+)
 
 
 def row_of(resolved: ResolvedConfig) -> MemoryRow:
@@ -19,6 +26,18 @@ def row_of(resolved: ResolvedConfig) -> MemoryRow:
     if backend(config) == "ddp":
         return ddp_bytes_per_parameter(
             dtype, optimizer.name, gradient_as_bucket_view=config.ddp.gradient_as_bucket_view, momentum=momentum
+        )
+    if backend(config) == "fsdp2":
+        assert config.fsdp.reshard_after_forward is not None
+        return fsdp2_bytes_per_parameter(
+            dtype,
+            precision.communication_data_type or "fp32",
+            config.parallel.dp_shard or 1,
+            optimizer.name,
+            reshard_after_forward=config.fsdp.reshard_after_forward,
+            cpu_offload=bool(config.fsdp.cpu_offload),
+            accumulation=config.batch.accumulation or 1,
+            momentum=momentum,
         )
     is_zero = backend(config) == "deepspeed"
     return bytes_per_parameter(

@@ -99,7 +99,7 @@ def _rehearse(run: Run) -> None:
     for group in groups:
         group["lr"] = 0.0
     with agreed(run.mesh, "the rehearsal"):
-        batch = to_device(run.train_loader.rehearsal(), run.mesh.device)
+        batch = to_device(run.train_loader.alone(0), run.mesh.device)
     with engine.microbatch(is_last=True):
         loss = run.loss.loss_sum(engine.forward(**run.loss.inputs(batch)), batch, 1)
         engine.backward(loss * 0.0)

@@ -17,6 +17,7 @@ ENGINES: dict[str, dict] = {
     "zero1": {"zero": {"stage": 1}},
     "zero2": {"zero": {"stage": 2}},
     "zero3": {"zero": {"stage": 3, "stage3_param_persistence_threshold": 0}},
+    "fsdp2": {"parallel": {"engine": "fsdp2"}},
 }
 SGD = {"name": "sgd", "lr": 1.0, "max_grad_norm": 0.0}
 """The weights after one step are the initial ones less the gradient."""

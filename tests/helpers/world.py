@@ -27,6 +27,7 @@ PRELOAD = [
     "datasets",
     "ds_trainer.engines.ddp",
     "ds_trainer.engines.deepspeed",
+    "ds_trainer.engines.fsdp2",
     "ds_trainer.trainer",
     "pytest",
     "tests.helpers.parity",

@@ -7,8 +7,9 @@ from tests.kill_test import kill_runs, longest_end_s, num_in_save, report
 
 
 @pytest.mark.case("D7")
-def test_runs_killed_while_saving_resuming_and_training_lose_and_repeat_nothing(tmp_path):
-    kills = kill_runs(tmp_path, ("ddp", "zero3"), num_kills=6, seed=7, quiet=True)
+@pytest.mark.parametrize("engines", [("ddp", "zero3"), pytest.param(("fsdp2",), marks=pytest.mark.slow)], ids="-".join)
+def test_runs_killed_while_saving_resuming_and_training_lose_and_repeat_nothing(tmp_path, engines):
+    kills = kill_runs(tmp_path, engines, num_kills=6, seed=7, quiet=True)
     print(f"\n{report(kills)}")
     assert {kill.found for kill in kills} >= {"save", "resume"}
     assert num_in_save(kills) >= 2

@@ -1,4 +1,4 @@
-"""Host memory while a checkpoint is loaded: under ZeRO-3 no rank ever holds the whole model."""
+"""Host memory while a checkpoint is loaded: under ZeRO-3 and FSDP2 no rank ever holds the whole model."""
 
 from __future__ import annotations
 
@@ -56,10 +56,11 @@ def load_peak(out: Path, checkpoint: Path, engine: str) -> float:
     return peak.bytes / (checkpoint / "model.safetensors").stat().st_size
 
 
-@pytest.mark.case("E1")
+@pytest.mark.case("E1", "E2")
 @pytest.mark.parametrize(("ranks", "limit"), [(2, 0.75), (4, 0.45)])
-def test_no_rank_holds_more_than_its_share_of_the_model_under_zero_3(world, tmp_path, checkpoint, ranks, limit):
-    peaks = world(load_peak, ranks, tmp_path, checkpoint, "zero3")
+@pytest.mark.parametrize("engine", ["zero3", "fsdp2"])
+def test_no_rank_holds_more_than_its_share_of_a_cut_model(world, tmp_path, checkpoint, engine, ranks, limit):
+    peaks = world(load_peak, ranks, tmp_path, checkpoint, engine)
     assert all(1 / ranks <= peak < limit for peak in peaks), peaks
 
 

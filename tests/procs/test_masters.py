@@ -17,6 +17,7 @@ CELLS = {
     "zero2": {"zero": {"stage": 2}},
     "zero3": {"zero": {"stage": 3, "stage3_param_persistence_threshold": 0, "sub_group_size": 3000}},
     "zero3-cpu": {"zero": {"stage": 3, "offload_optimizer": {"device": "cpu"}}},
+    "fsdp2": {"parallel": {"engine": "fsdp2"}},
 }
 
 

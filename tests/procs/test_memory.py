@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ds_trainer.callbacks.base import Callback
-from ds_trainer.engines.measure import storage_bytes
+from ds_trainer.engines.measure import local_part, storage_bytes
 from ds_trainer.planner.needs import row_of
 from tests.helpers.runs import make_trainer
 from tests.helpers.tiny import samples, tiny_llama
@@ -39,15 +39,17 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "zero2-cpu": ("zero2", SHARDED | {"offload_optimizer": HOST}),
     "zero3-cpu": ("zero3", PARTITIONED | {"offload_optimizer": HOST}),
     "zero3-cpu-params": ("zero3", PARTITIONED | {"offload_optimizer": HOST, "offload_param": HOST}),
+    "fsdp2": ("fsdp2", {}),
+    "fsdp2-keep": ("fsdp2", {"reshard_after_forward": False}),
 }
 CELLS = {
     "fp32": ({"dtype": "fp32"}, list(LAYOUTS), 1),
-    "fp32-accumulated": ({"dtype": "fp32"}, ["zero2-cpu"], 2),
+    "fp32-accumulated": ({"dtype": "fp32"}, ["zero2-cpu", "fsdp2"], 2),
     "bf16": ({"dtype": "bf16"}, list(LAYOUTS), 1),
-    # Without ZeRO bf16 runs under autocast on fp32 parameters, and has no bf16 gradients to keep.
+    # Without ZeRO bf16 runs under autocast on fp32 parameters, and has no bf16 gradients to keep; nor has FSDP2.
     "bf16-gradients": (
         {"dtype": "bf16", "grad_dtype": "bf16"},
-        [name for name, (engine, _) in LAYOUTS.items() if engine not in ("ddp", "zero0")],
+        [name for name, (engine, _) in LAYOUTS.items() if engine not in ("ddp", "zero0", "fsdp2")],
         1,
     ),
 }
@@ -85,7 +87,7 @@ def live_tensors() -> list[torch.Tensor]:
     gc.collect()
     # type(): isinstance would wake lazily imported modules.
     found = [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor) and o.device.type != "meta"]
-    return [*found, *(t.grad for t in found if t.is_leaf and t.grad is not None)]
+    return list(map(local_part, [*found, *(t.grad for t in found if t.is_leaf and t.grad is not None)]))
 
 
 def measure(out: Path, precision: dict, layouts: list[str], accumulation: int) -> tuple[dict, dict]:
@@ -104,7 +106,7 @@ def measure(out: Path, precision: dict, layouts: list[str], accumulation: int) -
             optimizer={"name": "adamw", "lr": 1e-4},
             precision=precision,
             run={"max_steps": 2},
-            **{"ddp" if engine == "ddp" else "zero": section},
+            **{{"ddp": "ddp", "fsdp2": "fsdp"}.get(engine, "zero"): section},
         )
         trainer.train()
         n = sum(getattr(p, "ds_numel", p.numel()) for p in trainer.run.model.parameters())

@@ -85,11 +85,11 @@ def stop_on_gradient(engine, out, sections):
     adamw = {"name": "adamw", "lr": 1e-2, "max_grad_norm": 1.0}
     trainer = make_trainer(engine, out, model=model, rows=rows(()), run={"max_steps": 3}, optimizer=adamw, **sections)
 
-    def spoil(grad):
-        here = trainer.state.global_step == 1 and not trainer.is_world_process_zero
-        return grad * torch.nan if here else None
+    def spoil(module, inputs, output):
+        if output.requires_grad and trainer.state.global_step == 1 and not trainer.is_world_process_zero:
+            output.register_hook(lambda grad: grad * torch.nan)
 
-    model.model.layers[0].mlp.up_proj.weight.register_hook(spoil)
+    model.model.layers[0].mlp.up_proj.register_forward_hook(spoil)
     error, before, after = run_until_error(trainer)
     assert error.agreed and trainer.state.global_step == 1 and trainer.state.grad_norm == float("inf")
     assert all(torch.equal(after[name], before[name]) for name in before)

@@ -25,7 +25,7 @@ TORCH = {
     "lion": Lion,
     "adafactor": torch.optim.Adafactor,
 }
-CELLS = [(name, engine) for name in ("adamw", "adam", "sgd", "lion") for engine in ("ddp", "zero2")]
+CELLS = [(name, engine) for name in ("adamw", "adam", "sgd", "lion") for engine in ("ddp", "zero2", "fsdp2")]
 
 
 def reference(name):
@@ -58,6 +58,6 @@ def three_steps(name, engine, out):
 
 
 @pytest.mark.parametrize("engine", [engine for engine in ENGINES if engine != "ddp"])
-def test_adafactor_is_refused_where_zero_cuts_matrices(tmp_path, engine):
-    with pytest.raises(ConfigError, match="adafactor looks at whole matrices, and ZeRO cuts them"):
+def test_adafactor_is_refused_where_matrices_are_cut(tmp_path, engine):
+    with pytest.raises(ConfigError, match="adafactor looks at whole matrices, and (ZeRO|FSDP2) cuts them"):
         load_config(run_config(engine, tmp_path) | {"optimizer": {"name": "adafactor"}})

@@ -6,9 +6,9 @@ import pytest
 
 from tests.helpers.resume import EVERY, STEPS, train, write_checkpoint
 from tests.helpers.world import RankFailed
-from tests.procs.test_spine import CELLS, STAGE3, deepspeed
+from tests.procs.test_spine import CELLS, OF_FOUR, STAGE3, deepspeed
 
-QUICK = ["ddp", "zero1", "zero2-cpu", "zero3"]
+QUICK = ["ddp", "zero1", "zero2-cpu", "zero3", "fsdp2"]
 """One of every way to cut and keep states; `make test-all` runs the others."""
 
 
@@ -43,9 +43,9 @@ def test_a_killed_run_goes_on_bit_for_bit(world, tmp_path, checkpoint, cell):
     check(straight, killed_and_resumed(world, tmp_path / "cut", 2, checkpoint, sections))
 
 
-@pytest.mark.parametrize("cell", cells("ddp", "zero2", "zero3", quick=["ddp"]))
+@pytest.mark.parametrize("cell", cells("ddp", "zero2", "zero3", *OF_FOUR, quick=["ddp"]))
 def test_four_ranks_go_on_bit_for_bit(world, tmp_path, checkpoint, cell):
-    sections = CELLS[cell]
+    sections = (CELLS | OF_FOUR)[cell]
     straight = world(train, 4, tmp_path / "straight", checkpoint, sections, {})
     check(straight, killed_and_resumed(world, tmp_path / "cut", 4, checkpoint, sections))
 

@@ -1,5 +1,6 @@
 """What `save_model` writes is what transformers would have written of the live model, on every engine."""
 
+import json
 import time
 from pathlib import Path
 
@@ -37,6 +38,7 @@ def test_the_folder_loads_whole_and_computes_what_the_live_model_did(world, tmp_
     for name in ("first", "model"):
         ours = load_file(tmp_path / name / "model.safetensors")
         assert {n: (t.shape, t.dtype) for n, t in ours.items()} == {n: (t.shape, t.dtype) for n, t in theirs.items()}
+        assert json.loads((tmp_path / name / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
         model, found = AutoModelForCausalLM.from_pretrained(tmp_path / name, output_loading_info=True)
         assert not any(found[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
         with torch.no_grad():

@@ -11,7 +11,7 @@ from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.launch import chats, write_jsonl
 
 SMOKE = Path(__file__).parents[2] / "ds_configs" / "smoke"
-CLASSES = {"deepspeed": "DeepSpeedEngine", "ddp": "DistributedDataParallel", "fsdp2": "FSDPLlamaForCausalLM"}
+CLASSES = {"deepspeed": "DeepSpeedEngine", "ddp": "DistributedDataParallel", "fsdp2": "FSDP2"}
 RANKS = {"fsdp2_hsdp.json": 4}
 
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Shard
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.helpers.parity import Recorder, cell_config, collate, compare_weights, rows, write_reference
+from ds_trainer.engines.measure import local_part
+from tests.helpers.parity import STEPS, Recorder, cell_config, collate, compare_weights, rows, write_reference
 from tests.helpers.world import RankFailed
 
 # A layer with three matrices of 1M elements and a tied embedding of 1M: at 4 ranks each shard is still 1 MiB in fp32,
@@ -30,6 +35,10 @@ def deepspeed(**zero) -> dict:
     return {"parallel": {"engine": "deepspeed"}, "zero": zero}
 
 
+def fsdp2(replicate: int = 1, **fsdp) -> dict:
+    return {"parallel": {"engine": "fsdp2", "dp_replicate": replicate}, "fsdp": fsdp}
+
+
 CELLS = {
     "ddp": {"parallel": {"engine": "ddp"}, "ddp": {"bucket_cap_mb": 1}},
     "zero0": deepspeed(stage=0),
@@ -40,8 +49,22 @@ CELLS = {
     "zero2-cpu": deepspeed(stage=2, **SMALL, **CPU),
     "zero3-cpu": deepspeed(**STAGE3, **CPU),
     "zero3-cpu-params": deepspeed(**STAGE3, **CPU, offload_param={"device": "cpu"}),
+    "fsdp2": fsdp2(),
+    "fsdp2-keep": fsdp2(reshard_after_forward=False),
+    # On the CPU it moves nothing: this is the wiring alone.
+    "fsdp2-offload": fsdp2(cpu_offload=True, pin_memory=False),
 }
 MAIN = ["ddp", "zero1", "zero2", "zero3", "zero2-cpu", "zero3-cpu"]
+OF_FOUR = {"fsdp2-hsdp": fsdp2(replicate=2), "fsdp2-number": fsdp2(reshard_after_forward=2)}
+"""Layouts that need four ranks."""
+LAYERS_LEFT = {"fsdp2-keep": 1, "fsdp2-number": 1 / 2, "fsdp2-hsdp": 1 / 2}
+"""Share of a block that a rank holds once it has run; elsewhere under FSDP2 what the rank owns."""
+SLOW = ("fsdp2-offload", "fsdp2-number")
+"""Left to `make test-all`."""
+
+
+def quick_or_slow(*names):
+    return [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in names]
 
 
 @pytest.fixture(scope="module", params=["sgd", "adamw"])
@@ -63,24 +86,51 @@ def run_cell(reference: Path, out: Path, ranks: int, optimizer: str, sections: d
     witness = Witness(trainer)
     if fault is not None:
         FAULTS[fault](trainer)
-    trainer.train()
+    with witness.collectives:
+        trainer.train()
     proof = witness.proof()
     compare_weights(trainer, reference, optimizer)
     trainer.close()
     return proof
 
 
+class Collectives(TorchDispatchMode):
+    """Counts the calls of every collective, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        if DTensor in types:  # It calls operators on plain tensors in turn.
+            return NotImplemented
+        if operator.namespace == "c10d":
+            self.counts[operator.name()] += 1
+        return operator(*args, **(kwargs or {}))
+
+
 class Witness:
-    """Looks at live objects while a cell runs: sizes of parameters between modules, swap files, classes."""
+    """Looks at live objects while a cell runs: what is there of the parameters, collectives, swap files, classes."""
 
     def __init__(self, trainer) -> None:
         self.trainer = trainer
         self.released = []
         self.largest_live = 0
-        layer = trainer.run.model.model.layers[0]
-        layer.mlp.up_proj.register_forward_hook(self._look)
+        self.held_inside, self.held_after = set(), set()
+        self.collectives = Collectives()
+        body = trainer.run.model.model
+        body.layers[0].mlp.up_proj.register_forward_hook(self._look)
+        self._projection = body.layers[0].self_attn.q_proj
+        body.norm.register_forward_pre_hook(lambda *_: self.held_after.add(self._held()))
+
+    def _held(self) -> float:
+        """Which share of a matrix in the block is there."""
+        return local_part(self._projection.weight).numel() / self._projection.weight.numel()
 
     def _look(self, module, inputs, output) -> None:
+        if isinstance(self.trainer.run.model, FSDPModule):
+            self.held_inside.add(self._held())
+            return
         parameters = dict(self.trainer.run.model.named_parameters())
         self.released.append(parameters["model.layers.0.self_attn.q_proj.weight"].numel() == 0)
         self.largest_live = max(self.largest_live, sum(p.numel() for p in parameters.values()))
@@ -96,6 +146,9 @@ class Witness:
             "released_before_mlp": all(self.released),
             "largest_live": self.largest_live,
             "sub_groups": len(getattr(optimizer, "fp16_groups", [])),
+            "cut_by_rows": all(isinstance(p, DTensor) and p.placements[-1] == Shard(0) for p in model.parameters()),
+            "held": (self.held_inside, self.held_after),
+            "collectives": self.collectives.counts,
         }
 
 
@@ -114,15 +167,19 @@ def one_rank_not_reduced(trainer) -> None:
 
 
 def tie_counted_twice(trainer) -> None:
-    """The gradient of the tied weight is added once more."""
-    trainer.run.model.get_input_embeddings().weight.register_hook(lambda grad: grad * 2)
+    """The embedding's share of the tied weight's gradient is added twice."""
+
+    def double(module, inputs, output):
+        output.register_hook(lambda grad: grad * 2)
+
+    trainer.run.model.get_input_embeddings().register_forward_hook(double)
 
 
 FAULTS = {f.__name__: f for f in (mean_of_means, one_rank_not_reduced, tie_counted_twice)}
 
 
 @pytest.mark.case("B1", "B8", "E7", "G6")
-@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize("cell", quick_or_slow(*CELLS))
 def test_two_ranks_equal_one_process(world, reference, tmp_path, cell):
     optimizer, folder = reference
     proofs = world(run_cell, 2, folder, tmp_path, 2, optimizer, CELLS[cell])
@@ -130,7 +187,7 @@ def test_two_ranks_equal_one_process(world, reference, tmp_path, cell):
 
 
 @pytest.mark.case("B8")
-@pytest.mark.parametrize("cell", ["ddp", "zero0", "zero2", "zero3"])
+@pytest.mark.parametrize("cell", ["ddp", "zero0", "zero2", "zero3", "fsdp2"])
 def test_one_rank_equals_plain_torch(world, reference, tmp_path, cell):
     optimizer, folder = reference
     world(run_cell, 1, folder, tmp_path, 1, optimizer, CELLS[cell])
@@ -141,6 +198,14 @@ def test_one_rank_equals_plain_torch(world, reference, tmp_path, cell):
 def test_four_ranks_equal_one_process(world, reference, tmp_path, cell):
     optimizer, folder = reference
     proofs = world(run_cell, 4, folder, tmp_path, 4, optimizer, CELLS[cell])
+    check_mechanism(cell, optimizer, proofs, ranks=4)
+
+
+@pytest.mark.case("B8", "G6")
+@pytest.mark.parametrize("cell", quick_or_slow(*OF_FOUR))
+def test_layouts_of_four_ranks_equal_one_process(world, reference, tmp_path, cell):
+    optimizer, folder = reference
+    proofs = world(run_cell, 4, folder, tmp_path, 4, optimizer, OF_FOUR[cell])
     check_mechanism(cell, optimizer, proofs, ranks=4)
 
 
@@ -175,7 +240,7 @@ def test_nvme_equals_one_process_and_its_files_hold_the_bytes(world, reference, 
 
 @pytest.mark.parametrize("reference", ["sgd"], indirect=True)
 @pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("cell", ["ddp", "zero2"])
+@pytest.mark.parametrize("cell", ["ddp", "zero2", "fsdp2"])
 def test_a_planted_fault_turns_the_spine_red(world, reference, tmp_path, fault, cell):
     optimizer, folder = reference
     with pytest.raises(RankFailed, match="is off by"):
@@ -190,8 +255,26 @@ def check_mechanism(cell: str, optimizer: str, proofs: list[dict], ranks: int) -
             assert proof["largest_live"] < 0.75 * total
             assert proof["sub_groups"] > 1
             assert facts.param_bytes <= 1.02 * total * 4 / ranks
+        if cell.startswith("fsdp2"):
+            check_fsdp2(cell, optimizer, proof, ranks)
         if "cpu" in cell:
             assert facts.optimizer == ("DeepSpeedCPUAdam" if optimizer == "adamw" else "SGD")
         if cell[:5] in ("zero1", "zero2") and "cpu" not in cell:
             states = {"sgd": 2, "adamw": 3}[optimizer]  # master and momentum; master and two moments
             assert facts.optimizer_bytes == pytest.approx(states * 4 * total / ranks, rel=0.02)
+
+
+def check_fsdp2(cell: str, optimizer: str, proof: dict, ranks: int) -> None:
+    facts, total = proof["facts"], proof["total"]
+    shards = ranks // facts.settings["parallel.dp_replicate"]
+    assert proof["cut_by_rows"]
+    assert facts.param_bytes <= 1.02 * total * 4 / shards
+    states = {"sgd": 1, "adamw": 2}[optimizer]
+    assert facts.optimizer_bytes == pytest.approx(states * 4 * total / shards, rel=0.02)
+    inside, after = proof["held"]
+    assert inside == {1.0}, "a block's parameters are whole while it runs"
+    assert after == {LAYERS_LEFT.get(cell, 1 / ranks)}
+    # Two groups, the block and the rest. Forward gathers both, backward the block again unless it was kept.
+    microbatches, counts = 2 * STEPS, proof["collectives"]
+    assert counts["c10d::_allgather_base_"] == (2 if cell == "fsdp2-keep" else 3) * microbatches
+    assert counts["c10d::_reduce_scatter_base_"] == 2 * STEPS, "gradients are reduced once a step"

@@ -10,7 +10,7 @@ from tests.helpers.runs import D8, collate, largest_difference, make_trainer, ru
 from tests.helpers.tiny import oracle, tiny_llama
 
 
-@pytest.mark.parametrize("engine", ["ddp", "zero2", "zero3"])
+@pytest.mark.parametrize("engine", ["ddp", "zero2", "zero3", "fsdp2"])
 def test_an_instance_trains_as_its_checkpoint_does(world, tmp_path, engine):
     tiny_llama().save_pretrained(tmp_path / "checkpoint")
     for instance, path, key in world(by_instance_and_by_path, 2, engine, tmp_path):
@@ -41,7 +41,7 @@ def own(model):
     return optimizer, LambdaLR(optimizer, lambda step: 0.5**step)
 
 
-@pytest.mark.parametrize("engine", ["ddp", "zero0", "zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("engine", ["ddp", "zero0", "zero1", "zero2", "zero3", "fsdp2"])
 def test_an_optimizer_and_a_scheduler_of_the_user_do_what_they_do_in_plain_torch(world, tmp_path, engine):
     model = tiny_llama()
     optimizer, scheduler = own(model)
@@ -125,7 +125,7 @@ REFUSED = {
     _of_another_model: "tensors that are not parameters of the model",
     _some_parameters_left_out: "leaves out .* trainable ones: model.embed_tokens.weight",
     _offloaded: "offload_optimizer.device = cpu",
-    _looks_beyond_one_element: "Adafactor, with zero.stage = 2",
+    _looks_beyond_one_element: "Adafactor, with parallel.engine 'deepspeed'",
     _smoothed_by_whom: "loss.label_smoothing is 0.1 and a compute_loss_func",
     _no_model: "no model was handed to Trainer",
 }

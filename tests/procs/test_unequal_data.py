@@ -114,7 +114,7 @@ def refusal(dataset, mesh):
 
 
 @pytest.mark.case("F1")
-@pytest.mark.parametrize("engine", ["ddp", "zero3"])
+@pytest.mark.parametrize("engine", ["ddp", "zero3", "fsdp2"])
 def test_sets_smaller_than_one_round_of_the_ranks_are_evaluated_exactly(world, tmp_path, engine):
     for losses in world(evaluate_small_sets, 2, engine, tmp_path):
         for n, found in losses.items():

@@ -26,6 +26,11 @@ REFUSED = {
         {"zero": {"stage": 3, "allgather_bucket_size": 4}},
         "zero.allgather_bucket_size",
     ),
+    "a fused optimizer that has no kernel": ({"optimizer": {"name": "lion", "fused": True}}, "optimizer.fused"),
+    "a fused SGD on shards": (
+        {"parallel": {"engine": "fsdp2"}, "optimizer": {"name": "sgd", "fused": True}},
+        "remove optimizer.fused or set optimizer.name to adamw",
+    ),
     "overlap without ZeRO": ({"zero": {"stage": 0, "overlap_comm": True}}, "zero.overlap_comm"),
     "quantized weights below stage 3": (
         {"zero": {"stage": 2, "zero_quantized_weights": True}},

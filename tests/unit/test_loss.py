@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
+from ds_trainer.config.schema import LossConfig
 from ds_trainer.errors import ConfigError
 from ds_trainer.loss import CausalLMLoss, ModelOwnLoss, UserLoss, make_loss, shifted_labels
 
@@ -102,13 +103,15 @@ def test_a_users_function_gets_the_tokens_of_the_whole_step(batch, outputs):
 
 
 def test_the_loss_of_a_run_follows_from_its_model_and_its_function():
-    assert isinstance(make_loss("LlamaForCausalLM", True, 0.0, None), CausalLMLoss)
-    assert make_loss("LlamaForCausalLM", True, 0.1, None).label_smoothing == 0.1
-    assert isinstance(make_loss("BertForMaskedLM", False, 0.0, None), ModelOwnLoss)
-    assert isinstance(make_loss("BertForMaskedLM", False, 0.0, max), UserLoss)
+    assert isinstance(make_loss("LlamaForCausalLM", True, LossConfig(), None), CausalLMLoss)
+    assert make_loss("LlamaForCausalLM", True, LossConfig(label_smoothing=0.1), None).label_smoothing == 0.1
+    assert isinstance(make_loss("BertForMaskedLM", False, LossConfig(), None), ModelOwnLoss)
+    assert isinstance(make_loss("BertForMaskedLM", False, LossConfig(), max), UserLoss)
 
 
 @pytest.mark.parametrize(("causal", "function", "whose"), [(False, None, "BertForMaskedLM"), (True, max, "Trainer")])
-def test_smoothing_of_a_loss_that_is_not_ours_is_refused(causal, function, whose):
-    with pytest.raises(ConfigError, match=f"label_smoothing is 0.1 and .*{whose}"):
-        make_loss("BertForMaskedLM", causal, 0.1, function)
+@pytest.mark.parametrize("key", [{"label_smoothing": 0.1}, {"chunk_tokens": 4}])
+def test_keys_of_a_loss_that_is_not_ours_are_refused(causal, function, whose, key):
+    ((name, value),) = key.items()
+    with pytest.raises(ConfigError, match=f"loss.{name} is {value} and .*{whose}"):
+        make_loss("BertForMaskedLM", causal, LossConfig(**key), function)

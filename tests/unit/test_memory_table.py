@@ -2,7 +2,7 @@
 
 import pytest
 
-from ds_trainer.planner.memory import bytes_per_parameter, ddp_bytes_per_parameter
+from ds_trainer.planner.memory import bytes_per_parameter, ddp_bytes_per_parameter, fsdp2_bytes_per_parameter
 
 
 @pytest.mark.parametrize(
@@ -97,3 +97,21 @@ def test_a_row_that_departs_from_the_paper_says_why_and_one_that_does_not_says_s
 )
 def test_optimizers_with_fewer_moments_keep_less(optimizer, momentum, after_step):
     assert bytes_per_parameter(2, "fp32", "fp32", 2, optimizer, momentum=momentum).after_step == after_step
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_fsdp2_cuts_fp32_parameters_gradients_and_moments_whatever_it_computes_in(dtype):
+    row = fsdp2_bytes_per_parameter(dtype, "fp32", 4)
+    assert (row.after_backward, row.after_step, row.host) == (4, 3, 0)
+    assert row.paper == bytes_per_parameter(3, dtype, "fp32", 4).paper
+    on_host = fsdp2_bytes_per_parameter(dtype, "fp32", 4, cpu_offload=True)
+    assert (on_host.after_backward, on_host.host) == (4, 4)
+
+
+@pytest.mark.parametrize(
+    ("reshard", "accumulation", "peak"),
+    [(True, 1, 4), (False, 1, 3 + 2), (2, 1, 4), (True, 2, 3 + 4), (False, 2, 3 + 2 + 4), (2, 2, 3 + 1 + 4)],
+)
+def test_what_fsdp2_keeps_gathered_and_sums_whole_counts_towards_the_peak(reshard, accumulation, peak):
+    row = fsdp2_bytes_per_parameter("bf16", "fp32", 4, reshard_after_forward=reshard, accumulation=accumulation)
+    assert row.peak == peak

@@ -8,7 +8,7 @@ from transformers import get_scheduler
 from ds_trainer.config.resolved import Machine, ResolvedConfig
 from ds_trainer.config.schema import OptimizerConfig, RunConfig, ScheduleConfig
 from ds_trainer.errors import ConfigError
-from ds_trainer.optim import build_optimizer, lr_factor, make_optimizer, parameter_groups, warmup_steps
+from ds_trainer.optim import build_optimizer, hand_over, lr_factor, make_optimizer, parameter_groups, warmup_steps
 
 
 @pytest.fixture
@@ -76,6 +76,26 @@ def test_an_optimizer_of_the_users_is_taken_only_if_it_updates_exactly_the_model
         make_optimizer(
             named, shapes(named), resolved(), torch.optim.SGD([*parameters, nn.Parameter(torch.ones(1))], lr=0.1)
         )
+
+
+def test_an_optimizer_of_the_users_follows_parameters_that_an_engine_has_replaced(named):
+    before, after = dict(named), {name: nn.Parameter(p.detach().clone()) for name, p in named}
+    theirs = torch.optim.SGD([{"params": [p], "lr": i} for i, p in enumerate(before.values())])
+    hand_over(theirs, before, after)
+    assert [id(group["params"][0]) for group in theirs.param_groups] == [id(p) for p in after.values()]
+    assert make_optimizer(list(after.items()), shapes(named), resolved(), theirs) is theirs
+    assert [group["lr"] for group in theirs.param_groups] == list(range(len(named)))
+
+
+def test_an_optimizer_of_the_users_that_has_taken_a_step_cannot_follow(named):
+    before = dict(named)
+    theirs = torch.optim.AdamW(before.values())
+    for parameter in before.values():
+        parameter.grad = torch.ones_like(parameter)
+    theirs.step()
+    hand_over(theirs, before, before)
+    with pytest.raises(ConfigError, match="has states already"):
+        hand_over(theirs, before, {name: nn.Parameter(p.detach()) for name, p in named})
 
 
 @pytest.mark.parametrize(

@@ -22,3 +22,12 @@ def test_metrics_of_every_earlier_run_are_kept(tmp_path):
         (tmp_path / "metrics.jsonl").write_text(run)
     texts = {path.name: path.read_text() for path in tmp_path.iterdir()}
     assert texts == {"metrics.1.jsonl": "first", "metrics.2.jsonl": "second", "metrics.jsonl": "third"}
+
+
+def test_what_one_run_left_is_kept_under_one_number(tmp_path):
+    for run, files in (("first", ["metrics"]), ("second", ["metrics", "generations"]), ("third", [])):
+        set_aside_earlier_run(tmp_path)
+        for name in files:
+            (tmp_path / f"{name}.jsonl").write_text(run)
+    texts = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert texts == {"metrics.1.jsonl": "first", "metrics.2.jsonl": "second", "generations.2.jsonl": "second"}

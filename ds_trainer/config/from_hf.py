@@ -1,0 +1,201 @@
+"""The unified JSON that transformers' `TrainingArguments` mean. Pure.
+
+What they leave out keeps transformers' meaning, not ours: its default is set, and reported with no value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ds_trainer.config.from_accelerate_fsdp import carry_fsdp, carry_parallelism, fsdp_engine, keep_fsdp_defaults
+from ds_trainer.config.from_deepspeed import keep_defaults, read_deepspeed
+from ds_trainer.config.from_hf_moments import carry_data, carry_evaluation, carry_logging, carry_saving
+from ds_trainer.config.from_hf_training import (
+    carry_length,
+    carry_optimizer,
+    carry_precision,
+    carry_recomputing,
+    carry_schedule,
+)
+from ds_trainer.config.hf_given import HFImport
+from ds_trainer.config.hf_keys import FIELDS, SAME
+from ds_trainer.config.imported import Imported
+from ds_trainer.config.keys import assign, default, flatten
+from ds_trainer.config.native_files import load_native
+from ds_trainer.errors import ConfigError, ConfigErrors
+
+_WITH_OTHERS = {
+    *("activation_checkpointing", "gradient_checkpointing", "logging_steps", "eval_steps", "save_steps"),
+    *("save_total_limit", "resume_from_checkpoint"),
+}
+"""Fields with a key of their own whose value depends on other fields."""
+
+_DEEPSPEED = "deepspeed: "
+
+
+def from_hf(arguments: Mapping[str, Any]) -> Imported:
+    """The unified JSON of `TrainingArguments`, with one line for each field that is not at its default.
+
+    Args:
+        arguments: Field -> value, as in `TrainingArguments.to_dict()`; fields may be left out.
+
+    Raises:
+        ConfigErrors: A file that a field names cannot be read, or the DeepSpeed JSON contradicts the fields.
+    """
+    given = HFImport(arguments)
+    native = _section(given, "deepspeed")
+    has = {key.partition(".")[0] for key in flatten(native or {})}
+    engine = "deepspeed" if native is not None else "fsdp2" if given["fsdp"] else "ddp"
+    _carry_same(given, engine)
+    carry_length(given)
+    carry_optimizer(given, "optimizer" in has)
+    carry_schedule(given, "scheduler" in has)
+    carry_precision(given, native is not None)
+    carry_recomputing(given)
+    carry_data(given)
+    carry_logging(given)
+    carry_evaluation(given)
+    carry_saving(given)
+    if native is not None:
+        given.carry("deepspeed", {"parallel.engine": "deepspeed"}, "its keys follow")
+        _lay_over(given.found, _filled_in(native, given))
+    elif engine == "fsdp2":
+        _carry_fsdp(given)
+    else:
+        given.found.carry("deepspeed", None, {"parallel.engine": "ddp"}, "without DeepSpeed and FSDP it is DDP")
+    if engine != "fsdp2":
+        given.drop("fsdp_config", "without fsdp it is not read: nothing is lost")
+    if "parallelism_config" in given.asked:
+        for name, item in given["parallelism_config"].items():
+            carry_parallelism(given.found, f"parallelism_config.{name}", item)
+    _report_the_rest(given)
+    return given.found
+
+
+def _carry_same(given: HFImport, engine: str) -> None:
+    for name, key in SAME.items():
+        usual = FIELDS[name].default
+        if name in _WITH_OTHERS:
+            continue
+        if key.startswith("ddp.") and engine != "ddp":
+            given.drop(name, f"it is about DDP, and this is {engine}: nothing is lost")
+        elif name in given.asked or usual not in (None, default(key)):
+            given.carry(name, {key: given[name]})
+
+
+def _report_the_rest(given: HFImport) -> None:
+    for name in given.asked:
+        field = FIELDS.get(name)
+        if field is None:
+            given.drop(name, "unknown: TrainingArguments of transformers 5.24 has no such field")
+        elif field.why and field.anyway:
+            given.carry(name, {}, field.why)
+        elif field.why:
+            given.drop(name, field.why)
+
+
+def _section(given: HFImport, name: str) -> dict[str, Any] | None:
+    """A field that holds a mapping or the path of a file with one; None where it is not set."""
+    item = given[name]
+    return load_native(Path(item)) if isinstance(item, str) else item
+
+
+def _filled_in(native: dict[str, Any], given: HFImport) -> Imported:
+    """A DeepSpeed JSON whose "auto" values are those of the fields, as transformers fills them in.
+
+    Source: transformers 5.24, integrations/deepspeed.py.
+    """
+    steps, warmup = given["max_steps"], given["warmup_steps"]
+    values = {
+        "train_micro_batch_size_per_gpu": given["per_device_train_batch_size"],
+        "gradient_accumulation_steps": given["gradient_accumulation_steps"],
+        "gradient_clipping": given["max_grad_norm"],
+        "optimizer.params.lr": given["learning_rate"],
+        "optimizer.params.betas": [given["adam_beta1"], given["adam_beta2"]],
+        "optimizer.params.eps": given["adam_epsilon"],
+        "optimizer.params.weight_decay": given["weight_decay"],
+        "scheduler.params.warmup_min_lr": 0,
+        "scheduler.params.warmup_max_lr": given["learning_rate"],
+        "scheduler.params.warmup_num_steps": None if 0 < warmup < 1 else max(1, int(warmup)),
+        "scheduler.params.total_num_steps": steps if steps > 0 else None,
+        "fp16.enabled": given["fp16"],
+        "bf16.enabled": given["bf16"],
+    }
+    autos = {key for key, item in flatten(native).items() if item == "auto" and values.get(key) is not None}
+    whole: dict[str, Any] = {}
+    for key, item in flatten(native).items():
+        assign(whole, key, values[key] if key in autos else item)
+    found = read_deepspeed(whole)
+    found.lines = [
+        replace(line, value="auto", note="; ".join(filter(None, ("filled in from the arguments", line.note))))
+        if line.key in autos
+        else line
+        for line in found.lines
+    ]
+    return found
+
+
+def _lay_over(found: Imported, deepspeed: Imported) -> None:
+    """Adds a DeepSpeed JSON's keys and lines, and last DeepSpeed's defaults for what neither says.
+
+    Raises:
+        ConfigErrors: It says something else than a field does.
+    """
+    if errors := list(_contradictions(found, deepspeed)):
+        raise ConfigErrors(errors)
+    said = {key for line in found.lines for key in line.ours}
+    theirs = flatten(deepspeed.tree)
+    for line in deepspeed.lines:
+        is_default = line.value is None and bool(line.ours)
+        if not is_default or not said & set(line.ours):
+            found.lines.append(replace(line, key=f"{_DEEPSPEED}{line.key}"))
+            said |= set(line.ours)
+            for key in set(line.ours) & theirs.keys():
+                assign(found.tree, key, theirs[key])
+    before = len(found.lines)
+    keep_defaults(found)
+    found.lines[before:] = [replace(line, key=f"{_DEEPSPEED}{line.key}") for line in found.lines[before:]]
+
+
+def _contradictions(found: Imported, deepspeed: Imported) -> Iterator[ConfigError]:
+    ours, theirs = flatten(found.tree), flatten(deepspeed.tree)
+    asked = {key: line for line in found.lines for key in line.ours}
+    for line in deepspeed.lines:
+        for key in line.ours:
+            if line.value is not None and key in asked and key in theirs and theirs[key] != ours[key]:
+                field = asked[key]
+                value = ours[key] if field.value is None else field.value
+                yield ConfigError(
+                    f"{field.key} is {value!r}, and {line.key} of the DeepSpeed JSON is {line.value!r}",
+                    "transformers takes a value that the DeepSpeed JSON says too only where both are the same",
+                    f'set {line.key} to "auto", or both to the same',
+                )
+
+
+def _carry_fsdp(given: HFImport) -> None:
+    """`fsdp` and `fsdp_config`, in accelerate's words."""
+    said: Any = given["fsdp"]
+    words = [] if said is True else said.split() if isinstance(said, str) else list(said)
+    section = {name.removeprefix("fsdp_"): item for name, item in (_section(given, "fsdp_config") or {}).items()}
+    version = section.setdefault("version", 2)
+    for word in words:
+        if word == "offload":
+            section.setdefault("cpu_offload", True)
+        elif word != "auto_wrap":
+            section.setdefault("reshard_after_forward", word if version == 1 else word == "full_shard")
+    section.setdefault("auto_wrap_policy", "TRANSFORMER_BASED_WRAP")
+    if not section.get("min_num_params"):  # Written there by transformers itself, as are the switches of XLA.
+        section.pop("min_num_params", None)
+    kept = {name: item for name, item in section.items() if item or not name.startswith("xla")}
+    native = {"fsdp_config": {_in_accelerate(name): item for name, item in kept.items()}}
+    given.carry("fsdp", {"parallel.engine": fsdp_engine(native)}, "its keys follow")
+    for name, item in native["fsdp_config"].items():
+        carry_fsdp(given.found, native, f"fsdp_config.{name}", item)
+    keep_fsdp_defaults(given.found, native)
+
+
+def _in_accelerate(name: str) -> str:
+    return {"cpu_offload": "offload_params"}.get(name, name)

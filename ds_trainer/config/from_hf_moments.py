@@ -1,0 +1,138 @@
+"""What `TrainingArguments` say about when to log, evaluate and save, and about the data. Pure."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, get_args
+
+from ds_trainer.config.hf_given import HFImport
+from ds_trainer.config.schema import LoggingConfig
+
+_ALL = 10**9
+"""As many checkpoints as a run can have."""
+
+_TRACKERS = get_args(get_args(LoggingConfig.model_fields["report_to"].annotation)[0])
+_NO_EPOCHS = "there is no such moment here"
+
+_ACCELERATOR = {
+    "split_batches": (False, "per_device_train_batch_size is that of one rank here: divide it by the ranks"),
+    "dispatch_batches": (None, "every rank reads its own samples"),
+    "even_batches": (True, "no sample is repeated: the last window of an epoch may be short"),
+    "use_seedable_sampler": (True, "the order of samples follows from run.seed alone"),
+    "non_blocking": (False, "batches are copied without waiting where memory is page-locked: data.pin_memory"),
+    "gradient_accumulation_kwargs": (None, "gradients are accumulated as batch.accumulation says"),
+    "use_configured_state": (False, "accelerate's state is not used"),
+}
+"""Key of `accelerator_config` -> its default, and what happens here."""
+
+
+def carry_logging(given: HFImport) -> None:
+    """When and where metrics are written."""
+    strategy = given["logging_strategy"]
+    if strategy == "steps":
+        _carry_steps(given, "logging_steps", "logging.every_steps")
+    else:
+        given.drop("logging_strategy", f"{_NO_EPOCHS}: set logging.every_steps, which is 1 until you do")
+        given.drop("logging_steps", f"logging_strategy is {strategy}: nothing is lost")
+    if "disable_tqdm" in given.asked:
+        given.carry("disable_tqdm", {"logging.progress_bar": not given["disable_tqdm"]})
+    if "report_to" in given.asked:
+        _carry_trackers(given)
+
+
+def _carry_trackers(given: HFImport) -> None:
+    said = given["report_to"]
+    asked = [said] if isinstance(said, str) else list(said)
+    known = [name for name in asked if name in _TRACKERS]
+    lost = [name for name in asked if name not in (*_TRACKERS, "none")]
+    note = f"there is no {', '.join(lost)} here, but {', '.join(_TRACKERS)}" if lost else ""
+    if known or not lost:
+        given.carry("report_to", {"logging.report_to": known}, note, changed=bool(note))
+    else:
+        given.drop("report_to", note)
+
+
+def carry_evaluation(given: HFImport) -> None:
+    """When evaluations run: transformers has none at the end that is not due by its strategy."""
+    strategy = given["eval_strategy"]
+    if strategy == "steps":
+        given.carry("eval_strategy", {"evaluation.at_end": False})
+        field = "eval_steps" if given["eval_steps"] else "logging_steps"
+        if field == "eval_steps":
+            _carry_steps(given, field, "evaluation.every_steps")
+        elif given[field] >= 1:
+            note = "eval_steps is left out, which means logging_steps"
+            given.found.carry("eval_steps", None, {"evaluation.every_steps": int(given[field])}, note)
+        return
+    if strategy == "epoch":
+        note = f"{_NO_EPOCHS}: set evaluation.every_steps; until then it runs at the end"
+        given.carry("eval_strategy", {"evaluation.at_end": True}, note, changed=True)
+    else:
+        given.carry("eval_strategy", {"evaluation.at_end": False})
+    given.drop("eval_steps", f"eval_strategy is {strategy}: nothing is lost")
+
+
+def carry_saving(given: HFImport) -> None:
+    """When checkpoints are saved and how many are kept."""
+    strategy = given["save_strategy"]
+    if strategy == "steps":
+        _carry_steps(given, "save_steps", "checkpoint.every_steps")
+    else:
+        given.drop("save_steps", f"save_strategy is {strategy}: nothing is lost")
+    if strategy == "epoch":
+        given.drop("save_strategy", f"{_NO_EPOCHS}: set checkpoint.every_steps, which is 500 until you do")
+    elif strategy == "no":
+        given.carry("save_strategy", {"checkpoint.every_steps": 0})
+    elif strategy == "best":
+        metric = given["metric_for_best_model"] or "loss"
+        ours = {"checkpoint.every_steps": 0, "evaluation.metric_for_best_model": metric}
+        given.carry("save_strategy", ours)
+    limit, best = given["save_total_limit"], bool(given["load_best_model_at_end"])
+    if limit is None or limit <= 0:
+        given.carry("save_total_limit", {"checkpoint.keep_last": _ALL}, "transformers keeps every checkpoint")
+    else:
+        note = "the best one is kept besides" if best else ""
+        given.carry("save_total_limit", {"checkpoint.keep_last": max(1, limit - best)}, note)
+    if "resume_from_checkpoint" in given.asked:
+        note = "a checkpoint of ds_trainer; of transformers' own, hand over the model folder as model.path"
+        given.carry("resume_from_checkpoint", {"checkpoint.resume": given["resume_from_checkpoint"]}, note, True)
+
+
+def _carry_steps(given: HFImport, name: str, ours: str) -> None:
+    """A number of steps; below 1 it is a share of all steps."""
+    steps, total = given[name], given["max_steps"]
+    if steps >= 1:
+        given.carry(name, {ours: int(steps)})
+    elif total > 0:
+        given.carry(name, {ours: math.ceil(steps * total)}, f"{steps} of max_steps")
+    else:
+        given.drop(name, f"a share of all steps is known with run.max_steps only: set {ours}")
+
+
+def carry_data(given: HFImport) -> None:
+    """Order, workers' memory, and the options of accelerate's loaders."""
+    strategy = given["train_sampling_strategy"]
+    if strategy == "sequential":
+        given.carry("train_sampling_strategy", {"data.shuffle": False})
+    else:
+        given.drop("train_sampling_strategy", "samples are drawn at random, and not by length")
+    if not given["dataloader_pin_memory"]:
+        given.carry("dataloader_pin_memory", {"data.pin_memory": False})
+    if given["data_seed"] == given["seed"]:
+        given.carry("data_seed", {}, "run.seed is that of the data too")
+    else:
+        given.drop("data_seed", "one seed rules the data and all else: set run.seed")
+    if given["use_cpu"]:
+        given.carry("use_cpu", {"run.device": "cpu"})
+    _carry_accelerator_config(given)
+
+
+def _carry_accelerator_config(given: HFImport) -> None:
+    config: Any = given["accelerator_config"]
+    if not isinstance(config, dict):
+        given.drop("accelerator_config", "ds_trainer reads its own data; the file is not read")
+        return
+    for name, item in config.items():
+        usual, note = _ACCELERATOR.get(name, (None, "ds_trainer reads its own data"))
+        if item != usual:
+            given.found.drop(f"accelerator_config.{name}", item, note)

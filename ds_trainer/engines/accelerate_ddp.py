@@ -1,0 +1,71 @@
+"""accelerate over DistributedDataParallel."""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs, GradScalerKwargs
+from torch.nn.parallel import DistributedDataParallel
+
+from ds_trainer.config.to_accelerate import accelerate_arguments
+from ds_trainer.engines.accelerator import check_prepared, make_accelerator, told_by_json
+from ds_trainer.engines.base import EngineFacts
+from ds_trainer.engines.ddp import DDPEngine
+
+
+class AccelerateDDPEngine(DDPEngine):
+    """`DDPEngine` whose model, number format and loss scale are accelerate's."""
+
+    def _wrap_model(self) -> None:
+        arguments = accelerate_arguments(self._resolved)
+        assert arguments.ddp is not None
+        ddp = arguments.ddp | {"broadcast_buffers": False}  # They are the same everywhere, and nothing updates them.
+        if "comm_hook" in ddp:
+            ddp["comm_hook"] = DDPCommunicationHookType(ddp["comm_hook"])  # Its name alone would be ignored.
+        handlers: list[Any] = [DistributedDataParallelKwargs(**ddp)]
+        if arguments.scaler is not None:
+            handlers.append(GradScalerKwargs(**arguments.scaler))
+        # Losses come divided by the label tokens of the whole step, and accelerate would divide them once more.
+        options = arguments.accelerator | {"gradient_accumulation_steps": 1}
+        with told_by_json(self.mesh):
+            self.accelerator = make_accelerator(self.mesh, **options, kwargs_handlers=handlers)
+            with warnings.catch_warnings():
+                # accelerate knows the name that torch 2.13 has renamed.
+                warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
+                self.module, prepared = self.accelerator.prepare(self._model, self._optimizer)
+        if self.mesh.grid.world > 1:  # On a single GPU there is nothing to reduce, and accelerate wraps nothing.
+            check_prepared(self.module, DistributedDataParallel, self.accelerator, self._resolved)
+        # `finish` unscales, clips and drops a bad gradient; accelerate's wrapper would unscale and update once more.
+        self._optimizer = prepared.optimizer
+        self._scaler = self.accelerator.scaler or self._scaler
+        # accelerate hands on only what is not torch's default, with which torch begins with a bucket of 1 MiB.
+        self._check_one_bucket(1 if self.config.ddp.bucket_cap_mb == 25 else self.config.ddp.bucket_cap_mb)
+        for _, state in getattr(self.module, "_comm_hooks", ()):
+            self._hook = state  # None but for PowerSGD.
+
+    def _no_sync(self) -> AbstractContextManager[None]:
+        return self.accelerator.no_sync(self.module)
+
+    def forward(self, **inputs: Any) -> Any:
+        """Calls the wrapped model, whose forward accelerate has put under autocast below fp32."""
+        return self.module(**inputs)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """As in `DDPEngine`; accelerate scales the loss of fp16."""
+        self.accelerator.backward(loss * self.mesh.grid.dp_size)
+
+    def facts(self) -> EngineFacts:
+        """With the number format that accelerate has set up."""
+        got = {"no": "fp32"}.get(self.accelerator.mixed_precision, self.accelerator.mixed_precision)
+        return replace(super().facts(), compute_dtype=got)
+
+    def _group_size(self) -> int:
+        return super()._group_size() if isinstance(self.module, DistributedDataParallel) else 1
+
+    def close(self) -> None:
+        """Gives the model its own forward back, without accelerate's autocast."""
+        self.accelerator.unwrap_model(self.module, keep_fp32_wrapper=False)

@@ -1,0 +1,24 @@
+"""torch's DeviceMesh over the ranks of the process group that exists already."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from ds_trainer.mesh.mesh import Mesh
+
+
+def device_mesh(mesh: Mesh, axes: Mapping[str, int]) -> DeviceMesh:
+    """Lays the data ranks out along named axes; neighbouring ranks differ in the last one.
+
+    Args:
+        mesh: Process groups and device.
+        axes: Name -> size, outermost first.
+
+    Example:
+        `{"dp_replicate": 2, "dp_shard": 2}` on 4 ranks: ranks 0 and 1 share one copy of the model, 2 and 3 the other.
+
+    Comm: with more than one axis, the making of a process group for each row and column.
+    """
+    return init_device_mesh(mesh.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))

@@ -1,0 +1,59 @@
+"""Activation checkpointing: which results of a block are kept for its backward pass, and which are computed again."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from transformers import PreTrainedModel
+
+from ds_trainer.errors import ModelError
+from ds_trainer.log import get_logger
+
+_aten = torch.ops.aten
+EXPENSIVE = frozenset(
+    {
+        _aten.mm.default,
+        _aten.addmm.default,
+        _aten.bmm.default,
+        _aten.baddbmm.default,
+        _aten._grouped_mm.default,
+        _aten._scaled_dot_product_flash_attention.default,
+        _aten._scaled_dot_product_flash_attention_for_cpu.default,
+        _aten._scaled_dot_product_efficient_attention.default,
+        _aten._scaled_dot_product_cudnn_attention.default,
+    }
+)
+"""Operators whose results selective checkpointing keeps: nearly all of a block's time, and some of its memory."""
+
+
+def recompute_activations(model: PreTrainedModel, how: Literal[True, "selective"]) -> None:
+    """Computes the activations of each block again in the backward pass, all of them or all but `EXPENSIVE` ones.
+
+    Never reentrant: that variant needs inputs with a gradient, which a frozen embedding does not give, and DDP would
+    see parameters ready twice.
+
+    Raises:
+        ModelError: The model's blocks do not support it.
+    """
+    arguments: dict[str, Any] = {"use_reentrant": False}
+    if how == "selective":
+        arguments["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
+    # Named gradient_checkpointing_enable before transformers 5.24.
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    try:
+        enable(arguments)
+    except ValueError as error:
+        raise ModelError(
+            f"{type(model).__name__}: {error}",
+            "activations are recomputed by the model's own layers, which must support it",
+            "set model.gradient_checkpointing to false",
+        ) from error
+    what = "activations" if how is True else "activations other than results of matrix products and attention"
+    get_logger().info("%s are recomputed in the backward pass; the key-value cache is off", what)
+
+
+def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if op in EXPENSIVE else CheckpointPolicy.PREFER_RECOMPUTE

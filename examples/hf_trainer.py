@@ -1,0 +1,90 @@
+"""Train by one JSON with transformers' own Trainer: the samples come in the same order, and the losses are the same.
+
+torchrun --nproc_per_node 2 examples/hf_trainer.py --config run.json
+torchrun --nproc_per_node 2 examples/hf_trainer.py --config run.json --set zero.stage=3
+
+Trainers that are made of it take the same, such as TRL's: make_trainer(args, SFTTrainer, SFTConfig, max_length=None).
+"""
+
+import argparse
+import os
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
+
+from ds_trainer import exit_on_user_error
+from ds_trainer.cli.train import config_from_arguments, parse_train_arguments
+from ds_trainer.config.resolve import resolve, total_steps
+from ds_trainer.config.resolved import ResolvedConfig
+from ds_trainer.config.to_hf import to_hf
+from ds_trainer.data.loader import pad_collate, padding_id
+from ds_trainer.data.prepare import prepare
+from ds_trainer.data.sampler import GlobalBatchSampler
+from ds_trainer.mesh.device import probe_machine
+from ds_trainer.mesh.launch_environment import grid_from_environment
+from ds_trainer.mesh.ops import disable_shm_comm
+
+
+def training_arguments(resolved: ResolvedConfig) -> dict[str, Any]:
+    """The run as `TrainingArguments` take it, but for the order of samples, which is `in_order`'s."""
+    told = to_hf(resolved)
+    arguments = told.arguments | {"train_sampling_strategy": "sequential", "deepspeed": told.deepspeed}
+    if told.deepspeed is not None and resolved.machine.device == "cpu":
+        # accelerate takes each rank without a GPU for a world of its own, unless its state is made before.
+        disable_shm_comm()
+        os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+        PartialState(backend="gloo")
+        arguments["accelerator_config"] = {"use_configured_state": True}
+    return arguments
+
+
+def in_order(dataset: Any, resolved: ResolvedConfig) -> Dataset:
+    """The samples of all steps, one after the other.
+
+    A short last step of an epoch is filled up with those of the next one, as every step of transformers is full.
+    """
+    config, batch, data = resolved.config, resolved.config.batch, resolved.config.data
+    sampler = GlobalBatchSampler(len(dataset), batch.global_size, batch.micro_size, 0, 1, config.run.seed, data.shuffle)
+    steps = total_steps(len(dataset), batch.global_size, config.run.epochs, config.run.max_steps)
+    samples = Dataset.from_list([dict(dataset[index]) for index in range(len(dataset))])
+    return samples.select([index for step in range(steps) for index in sampler.global_batch(step)])
+
+
+def make_trainer(
+    args: argparse.Namespace,
+    trainer_class: type[Trainer] = Trainer,
+    arguments_class: type[TrainingArguments] = TrainingArguments,
+    **more: Any,
+) -> Trainer:
+    """A trainer of transformers' kind for the run that the command line names; `more` are arguments of its own."""
+    config, origins = config_from_arguments(args)
+    resolved = resolve(config, origins, probe_machine(grid_from_environment().world, config.run.device))
+    arguments = arguments_class(**training_arguments(resolved), **more)  # First: under ZeRO-3 the model heeds it.
+    model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(config.model.tokenizer or config.model.path)
+    sizes = {"vocab_size": model.config.vocab_size, "max_positions": model.config.max_position_embeddings}
+    dataset = prepare(config.data.train, tokenizer, config.data, what="train", **sizes)
+    return trainer_class(
+        model=model,
+        args=arguments,
+        train_dataset=in_order(dataset, resolved),
+        data_collator=partial(pad_collate, pad_token_id=padding_id(tokenizer)),
+    )
+
+
+def main() -> None:
+    """Trains, and saves the model to `<run.output_dir>/model`."""
+    args = parse_train_arguments(default_config=Path(__file__).parent / "demo" / "demo.json")
+    with exit_on_user_error(args.debug):
+        trainer = make_trainer(args)
+        trainer.train()
+        trainer.save_model(str(Path(trainer.args.output_dir) / "model"))
+
+
+if __name__ == "__main__":
+    main()
