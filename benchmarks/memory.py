@@ -2,8 +2,8 @@
 
     python benchmarks/memory.py
 
-Every row is a new process with one rank of the real Trainer on the ddp engine, on the GPU where there is one, else on one
-CPU core. Counted is the peak of memory above what was in use before the first step: gradients, activations and logits.
+Every row is a new process with the real Trainer on one rank of the ddp engine, on the GPU where there is one, else on
+one CPU core. Counted is the peak of memory above what was in use before the first step: gradients, activations, logits.
 On the CPU that is resident memory, on a GPU what PyTorch has allocated. The losses of all rows of a model must agree.
 """
 

@@ -28,6 +28,9 @@ class NonFinitePolicy:
         self._run = config.run
         # With fp16 a gradient beyond its range is the loss scale's daily business.
         self._skips = config.run.on_non_finite == "skip" or config.precision.dtype == "fp16"
+        scale = config.precision.loss_scale
+        descent = scale.initial_scale_power + scale.hysteresis - 1 if config.precision.dtype == "fp16" else 0
+        self._limit = config.run.max_skipped_steps + descent
         self._sampler, self._mesh = sampler, mesh
         self.in_a_row = 0
 
@@ -58,7 +61,7 @@ class NonFinitePolicy:
         if not self._skips:
             samples = self._sampler.global_batch(step)
             self._stop(f"the gradient of step {step + 1} is not finite though its loss is (samples {samples})", step)
-        if self.in_a_row > self._run.max_skipped_steps:
+        if self.in_a_row > self._limit:
             self._stop(f"{self.in_a_row} steps in a row, up to step {step + 1}, were not finite", step)
 
     def _stop(self, found: str, step: int) -> NoReturn:

@@ -56,6 +56,7 @@ def folder(tmp_path, monkeypatch):
     """The folder a reader stands in after writing the README's first config and its data."""
     (tmp_path / "run.json").write_text(of("json")[0])
     (tmp_path / "ds.json").write_text("{}")
+    (tmp_path / "ds_config.json").write_text('{"train_batch_size": "auto", "zero_optimization": {"stage": 2}}')
     for name in ("train", "eval"):
         (tmp_path / f"{name}.jsonl").write_text(of("jsonl")[0])
     monkeypatch.chdir(tmp_path)

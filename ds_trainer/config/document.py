@@ -9,7 +9,8 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ds_trainer.config.coverage import Coverage, coverage, covered_engines
+from ds_trainer.config.coverage import coverage
+from ds_trainer.config.engine_table import ENGINES, cell
 from ds_trainer.config.keys import default, leaf_fields
 from ds_trainer.config.schema import RunConfig
 
@@ -45,8 +46,9 @@ def _section(name: str, keys: list[str]) -> str:
         field = schema["properties"][key.rpartition(".")[2]]
         cells = (f"`{key}`", _values(field), f"`{json.dumps(default(key))}`", field["description"])
         lines.append(f"| {' | '.join(cells)} |")
-    if any(coverage(key, engine).status != "implied" for key in keys for engine in covered_engines()):
-        lines += ["", *(f"- {engine}: {_engine(keys, engine)}" for engine in covered_engines())]
+    said = {engine: _fates(keys, engine) for engine in ENGINES}
+    if any(text != "implied" for text in said.values()):
+        lines += ["", *(f"- {engine}: {text}" for engine, text in said.items())]
     return "\n".join([*lines, ""])
 
 
@@ -77,13 +79,21 @@ def _bounds(field: Mapping[str, Any]) -> Iterator[str]:
     return (f"{sign} {bound:,}" if isinstance(bound, int) else f"{sign} {bound:g}" for sign, bound in bounds)
 
 
-def _engine(keys: list[str], engine: str) -> str:
+def _fates(keys: list[str], engine: str) -> str:
     """What an engine does with the keys of a section, keys of one fate together."""
-    fates: dict[Coverage, list[str]] = {}
+    fates: dict[str, list[str]] = {}
     for key in keys:
-        fates.setdefault(coverage(key, engine), []).append(f"`{key.rpartition('.')[2]}`")
-    said = {f"{fate.status.replace('_', ' ')} ({fate.note})": ", ".join(names) for fate, names in fates.items()}
-    return next(iter(said)) if len(said) == 1 else "; ".join(f"{names} {fate}" for fate, names in said.items())
+        fates.setdefault(_fate(key, engine), []).append(f"`{key.rpartition('.')[2]}`")
+    if len(fates) == 1:
+        return next(iter(fates))
+    return "; ".join(f"{', '.join(names)} {fate}" for fate, names in fates.items())
+
+
+def _fate(key: str, engine: str) -> str:
+    if engine == "accelerate":
+        return cell(key, engine)
+    entry = coverage(key, engine)
+    return "implied" if entry.status == "implied" else f"{entry.status.replace('_', ' ')} ({entry.note})"
 
 
 if __name__ == "__main__":

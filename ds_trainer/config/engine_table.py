@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import cache
 
 from ds_trainer.config.coverage import Coverage, coverage
@@ -21,8 +22,8 @@ def cell(key: str, engine: str) -> str:
     if engine != "accelerate":
         return _text(coverage(key, engine))
     own = {name: coverage(key, f"accelerate+{name}") for name in BACKENDS}
-    if len({fate.status for fate in own.values()}) == 1:
-        return _text(own["deepspeed"]) if len(set(own.values())) == 1 else _AS_BACKEND
+    if len(set(own.values())) == 1:
+        return _text(own["deepspeed"])
     departures = [f"on {name} {_text(fate)}" for name, fate in own.items() if fate != coverage(key, name)]
     return "; ".join([_AS_BACKEND, *departures])
 
@@ -34,7 +35,7 @@ def section_row(section: str) -> list[str]:
     for engine in BACKENDS:
         fates = dict.fromkeys(_word(coverage(key, engine)) for key in keys)
         row.append(", ".join(fates))
-    cells = dict.fromkeys(cell(key, "accelerate").partition(":")[0] for key in keys)
+    cells = dict.fromkeys(re.split("[:;]", cell(key, "accelerate"))[0] for key in keys)
     return [*row, ", ".join(cells)]
 
 

@@ -341,7 +341,7 @@ class RunSection(Section):
     on_non_finite: Literal["stop", "skip"] = "stop"
     """What a NaN or infinite loss or gradient leads to; the weights are untouched either way."""
     max_skipped_steps: PositiveInt = 5
-    """With `skip` and with fp16's loss scale at its lower end: skipped steps in a row before the run stops."""
+    """Skipped steps in a row before the run stops; with fp16 on top of those that bring the loss scale down to 1."""
     stuck_timeout_s: Seconds = 20.0
     """When no rank has computed, read or written anything for so long, the run ends and names the stuck ones."""
     collective_timeout_s: Seconds = 1800.0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,8 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ds_trainer.config.to_accelerate import accelerate_arguments
 from ds_trainer.engines.accelerator import check_prepared, make_accelerator, told_by_json
-from ds_trainer.engines.base import EngineFacts
 from ds_trainer.engines.ddp import DDPEngine
+from ds_trainer.engines.dtypes import TORCH_DTYPES
 
 
 class AccelerateDDPEngine(DDPEngine):
@@ -42,6 +41,8 @@ class AccelerateDDPEngine(DDPEngine):
         # `finish` unscales, clips and drops a bad gradient; accelerate's wrapper would unscale and update once more.
         self._optimizer = prepared.optimizer
         self._scaler = self.accelerator.scaler or self._scaler
+        # What exists, for asked = got.
+        self._compute_dtype = TORCH_DTYPES.get(self.accelerator.mixed_precision, torch.float32)
         # accelerate hands on only what is not torch's default, with which torch begins with a bucket of 1 MiB.
         self._check_one_bucket(1 if self.config.ddp.bucket_cap_mb == 25 else self.config.ddp.bucket_cap_mb)
         for _, state in getattr(self.module, "_comm_hooks", ()):
@@ -58,14 +59,10 @@ class AccelerateDDPEngine(DDPEngine):
         """As in `DDPEngine`; accelerate scales the loss of fp16."""
         self.accelerator.backward(loss * self.mesh.grid.dp_size)
 
-    def facts(self) -> EngineFacts:
-        """With the number format that accelerate has set up."""
-        got = {"no": "fp32"}.get(self.accelerator.mixed_precision, self.accelerator.mixed_precision)
-        return replace(super().facts(), compute_dtype=got)
-
     def _group_size(self) -> int:
         return super()._group_size() if isinstance(self.module, DistributedDataParallel) else 1
 
     def close(self) -> None:
-        """Gives the model its own forward back, without accelerate's autocast."""
+        """Gives the model back as it was: without accelerate's autocast, and without the mark of being prepared."""
         self.accelerator.unwrap_model(self.module, keep_fp32_wrapper=False)
+        vars(self._model).pop("_is_accelerate_prepared", None)

@@ -37,7 +37,7 @@ def make_accelerator(mesh: Mesh, **options: Any) -> Accelerator:
         EngineError: It computes on another device.
     """
     # It takes no second plugin, nor another number format, and would go by a state that TrainingArguments left behind.
-    # transformers empties it in the same way for each TrainingArguments.
+    # transformers empties it in the same way for each TrainingArguments. Accelerators that live on show the new one.
     AcceleratorState._reset_state(reset_partial_state=True)
     accelerator = Accelerator(**options)
     if accelerator.device != mesh.device:

@@ -6,8 +6,10 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
+import transformers
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ds_trainer.errors import ModelError
 from ds_trainer.log import get_logger
@@ -36,10 +38,11 @@ def recompute_activations(model: PreTrainedModel, how: Literal[True, "selective"
     see parameters ready twice.
 
     Raises:
-        ModelError: The model's blocks do not support it.
+        ModelError: The model's blocks do not support it, or the installed transformers not the selective kind.
     """
     arguments: dict[str, Any] = {"use_reentrant": False}
     if how == "selective":
+        _require_hooks_outside()
         arguments["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
     # Named gradient_checkpointing_enable before transformers 5.24.
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
@@ -53,6 +56,17 @@ def recompute_activations(model: PreTrainedModel, how: Literal[True, "selective"
         ) from error
     what = "activations" if how is True else "activations other than results of matrix products and attention"
     get_logger().info("%s are recomputed in the backward pass; the key-value cache is off", what)
+
+
+def _require_hooks_outside() -> None:
+    """Refuses a transformers that recomputes a block with its hooks: ZeRO-3's gather in one pass, but not in both."""
+    if "__call__" in vars(GradientCheckpointingLayer):
+        raise ModelError(
+            'model.gradient_checkpointing is "selective", and transformers '
+            f"{transformers.__version__} recomputes a block together with its hooks",
+            "operators are recomputed one by one, and those of an engine's hooks differ between the passes",
+            "set model.gradient_checkpointing to true, or install transformers 5.24 or later",
+        )
 
 
 def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -25,7 +25,11 @@ TORCH = {
     "lion": Lion,
     "adafactor": torch.optim.Adafactor,
 }
-CELLS = [(name, engine) for name in ("adamw", "adam", "sgd", "lion") for engine in ("ddp", "zero2", "fsdp2")]
+CELLS = [(name, engine) for name in ("adamw", "adam", "sgd", "lion") for engine in ("ddp", "zero2")]
+CELLS += [
+    ("lion", "fsdp2"),
+    *(pytest.param(name, "fsdp2", marks=pytest.mark.slow) for name in ("adamw", "adam", "sgd")),
+]
 
 
 def reference(name):

@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from ds_trainer.config.schema import CheckpointConfig, ModelConfig, RunConfig
 from ds_trainer.errors import ConfigError, ModelError
+from ds_trainer.models import recompute
 from ds_trainer.models.build import build_model
 from ds_trainer.models.hf import prepare_for_training
 from tests.helpers.runs import D8, collate
@@ -76,6 +77,17 @@ def test_the_key_value_cache_is_switched_off_with_one_notice(capfd, how, what):
     model.train()(input_ids=torch.tensor([[3, 4]]), labels=torch.tensor([[3, 4]])).loss.backward()
     said = capfd.readouterr().err
     assert what in said and said.count("cache") == 1
+
+
+def test_selective_is_refused_where_transformers_recomputes_hooks_too(monkeypatch):
+    class Layer:
+        def __call__(self):
+            """As before transformers 5.24."""
+
+    monkeypatch.setattr(recompute, "GradientCheckpointingLayer", Layer)
+    prepare_for_training(tiny_llama(), ModelConfig(gradient_checkpointing=True))
+    with pytest.raises(ModelError, match="recomputes a block together with its hooks"):
+        prepare_for_training(tiny_llama(), ModelConfig(gradient_checkpointing="selective"))
 
 
 @pytest.mark.parametrize("how", [True, "selective"])
