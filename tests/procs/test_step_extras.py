@@ -21,7 +21,6 @@ from tests.procs.test_spine import CELLS, SHAPE, run_cell
 
 CHUNK = 7
 ENGINES = ["ddp", "zero2", "zero3", "fsdp2"]
-SHARDED = ["zero3", "fsdp2"]
 
 
 def slow_but(*names: str) -> list:
