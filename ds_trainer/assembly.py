@@ -24,7 +24,7 @@ from ds_trainer.asked_got import check_asked_is_got
 from ds_trainer.callbacks.trackers import check_trackers
 from ds_trainer.checkpoint.store import STATE, Checkpoint
 from ds_trainer.checkpoint.stored import StoredWeights
-from ds_trainer.config.launched import check_launched
+from ds_trainer.config.accelerate.launched import check_launched
 from ds_trainer.config.resolve import resolve
 from ds_trainer.config.resolved import Machine, ResolvedConfig
 from ds_trainer.config.schema import LossConfig, RunConfig

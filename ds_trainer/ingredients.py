@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from ds_trainer.config.backend import backend
-from ds_trainer.config.from_hf import from_hf
-from ds_trainer.config.hf_keys import FIELDS
+from ds_trainer.config.hf.from_hf import from_hf
+from ds_trainer.config.hf.hf_keys import FIELDS
 from ds_trainer.config.io import load_config
 from ds_trainer.config.schema import RunConfig
 from ds_trainer.errors import ConfigError

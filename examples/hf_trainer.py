@@ -19,9 +19,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingA
 
 from ds_trainer import exit_on_user_error
 from ds_trainer.cli.train import config_from_arguments, parse_train_arguments
+from ds_trainer.config.hf.to_hf import to_hf
 from ds_trainer.config.resolve import resolve, total_steps
 from ds_trainer.config.resolved import ResolvedConfig
-from ds_trainer.config.to_hf import to_hf
 from ds_trainer.data.loader import pad_collate, padding_id
 from ds_trainer.data.prepare import prepare
 from ds_trainer.data.sampler import GlobalBatchSampler

@@ -12,16 +12,16 @@ from pathlib import Path
 from ds_trainer.cli.import_ import import_file
 from ds_trainer.config.backend import backend, engine_column
 from ds_trainer.config.coverage import coverage, covered_engines
+from ds_trainer.config.deepspeed.native_keys import unified_keys
+from ds_trainer.config.deepspeed.to_deepspeed import to_deepspeed
 from ds_trainer.config.engine_table import ENGINES, cell
 from ds_trainer.config.io import load_config, read_config
 from ds_trainer.config.keys import flatten, leaf_values
 from ds_trainer.config.local_files import check_files
 from ds_trainer.config.machine import probe_machine_pure
-from ds_trainer.config.native_keys import unified_keys
 from ds_trainer.config.resolve import resolve
 from ds_trainer.config.resolved import ResolvedConfig
 from ds_trainer.config.schema import RunConfig
-from ds_trainer.config.to_deepspeed import to_deepspeed
 from ds_trainer.config.translate import OPTIONS, TARGETS, engine_overrides, translate
 from ds_trainer.errors import ConfigError, ConfigErrors, UserError
 from ds_trainer.models.spec import ModelSpec, read_spec

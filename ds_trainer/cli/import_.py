@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ds_trainer.config.from_accelerate import from_accelerate
-from ds_trainer.config.from_deepspeed import from_deepspeed
-from ds_trainer.config.from_hf import from_hf
+from ds_trainer.config.accelerate.from_accelerate import from_accelerate
+from ds_trainer.config.deepspeed.from_deepspeed import from_deepspeed
+from ds_trainer.config.hf.from_hf import from_hf
 from ds_trainer.config.import_report import report
 from ds_trainer.config.imported import Imported
 from ds_trainer.config.io import read_config

@@ -6,8 +6,8 @@ import re
 from functools import cache
 
 from ds_trainer.config.coverage import Coverage, coverage
+from ds_trainer.config.deepspeed.native_keys import unified_keys
 from ds_trainer.config.keys import leaf_fields
-from ds_trainer.config.native_keys import unified_keys
 
 BACKENDS = ("deepspeed", "fsdp2", "ddp")
 ENGINES = (*BACKENDS, "accelerate")

@@ -10,14 +10,14 @@ from typing import Any, Literal
 from ds_trainer.config.asked import Asked
 from ds_trainer.config.backend import backend
 from ds_trainer.config.batch import solve_batch
-from ds_trainer.config.fsdp_rules import derive_fsdp
+from ds_trainer.config.deepspeed.to_deepspeed import to_deepspeed
+from ds_trainer.config.deepspeed.zero_resolve import ModelSize, check_parameter_buffer, derive_zero
+from ds_trainer.config.deepspeed.zero_rules import no_effect_of_zero
 from ds_trainer.config.keys import leaf_values, value
 from ds_trainer.config.resolved import Machine, ResolvedConfig
 from ds_trainer.config.rules import check_machine, has_fused_kernel, no_effect_warnings
 from ds_trainer.config.schema import RunConfig
-from ds_trainer.config.to_deepspeed import to_deepspeed
-from ds_trainer.config.zero_resolve import ModelSize, check_parameter_buffer, derive_zero
-from ds_trainer.config.zero_rules import no_effect_of_zero
+from ds_trainer.config.torch.fsdp_rules import derive_fsdp
 from ds_trainer.errors import ConfigError, ConfigErrors
 from ds_trainer.models.spec import ModelSpec
 

@@ -12,12 +12,12 @@ from importlib.metadata import entry_points
 from ds_trainer.config.asked import Asked
 from ds_trainer.config.backend import backend, engine_column
 from ds_trainer.config.coverage import coverage, covered_engines
-from ds_trainer.config.fsdp_rules import check_fsdp, check_fsdp_machine
+from ds_trainer.config.deepspeed.native_keys import check_native
+from ds_trainer.config.deepspeed.zero_rules import check_zero, check_zero_machine
 from ds_trainer.config.keys import leaf_fields, value
-from ds_trainer.config.native_keys import check_native
 from ds_trainer.config.resolved import Machine
 from ds_trainer.config.schema import RunConfig
-from ds_trainer.config.zero_rules import check_zero, check_zero_machine
+from ds_trainer.config.torch.fsdp_rules import check_fsdp, check_fsdp_machine
 from ds_trainer.errors import ConfigError
 
 FUSED = ("adamw", "adam", "sgd")

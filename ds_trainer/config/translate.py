@@ -8,15 +8,15 @@ from dataclasses import dataclass
 
 import yaml
 
-from ds_trainer.config.accelerate_notes import accelerate_notes
-from ds_trainer.config.accelerate_snippet import accelerate_snippet
+from ds_trainer.config.accelerate.accelerate_notes import accelerate_notes
+from ds_trainer.config.accelerate.accelerate_snippet import accelerate_snippet
+from ds_trainer.config.accelerate.to_accelerate import to_accelerate_yaml
 from ds_trainer.config.backend import backend
+from ds_trainer.config.deepspeed.to_deepspeed import standalone_notes, to_deepspeed
+from ds_trainer.config.hf.to_hf import hf_snippet, to_hf
 from ds_trainer.config.resolved import ResolvedConfig
 from ds_trainer.config.schema import RunConfig
-from ds_trainer.config.to_accelerate import to_accelerate_yaml
-from ds_trainer.config.to_deepspeed import standalone_notes, to_deepspeed
-from ds_trainer.config.to_hf import hf_snippet, to_hf
-from ds_trainer.config.torch_snippet import ddp_snippet, fsdp2_snippet
+from ds_trainer.config.torch.torch_snippet import ddp_snippet, fsdp2_snippet
 
 TARGETS = ("deepspeed", "fsdp2", "ddp", "accelerate", "hf")
 OPTIONS = {"standalone": ("deepspeed",), "python": ("accelerate", "hf")}

@@ -9,10 +9,10 @@ import torch
 from accelerate.utils import DeepSpeedPlugin
 from transformers.integrations import unset_hf_deepspeed_config
 
+from ds_trainer.config.accelerate.to_accelerate import accelerate_arguments
+from ds_trainer.config.deepspeed.native_keys import ReadRecorder
 from ds_trainer.config.keys import flatten
-from ds_trainer.config.native_keys import ReadRecorder
 from ds_trainer.config.resolved import ResolvedConfig
-from ds_trainer.config.to_accelerate import accelerate_arguments
 from ds_trainer.engines.accelerator import check_prepared, make_accelerator, told_by_json
 from ds_trainer.engines.deepspeed import DeepSpeedEngine
 from ds_trainer.errors import EngineError

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ds_trainer.config.resolved import ResolvedConfig
-from ds_trainer.config.to_torch import ddp_arguments
+from ds_trainer.config.torch.to_torch import ddp_arguments
 from ds_trainer.engines.base import EngineFacts, OptimizerFactory, StepOutcome
 from ds_trainer.engines.dtypes import DTYPE_NAMES, TORCH_DTYPES
 from ds_trainer.engines.measure import content_hash, devices, grouped_parameters, state_tensors, storage_bytes

@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ds_trainer.config.native_keys import ReadRecorder
+from ds_trainer.config.deepspeed.native_keys import ReadRecorder
+from ds_trainer.config.deepspeed.to_deepspeed import to_deepspeed
 from ds_trainer.config.resolved import ResolvedConfig
-from ds_trainer.config.to_deepspeed import to_deepspeed
 from ds_trainer.engines.base import EngineFacts, OptimizerFactory, StepOutcome
 from ds_trainer.engines.clip import clip_by_norm, global_norm
 from ds_trainer.engines.dtypes import DTYPE_NAMES, TORCH_DTYPES

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ds_trainer.errors import ModelError
+from ds_trainer.errors import ConfigError
 from ds_trainer.layout import even_flat_range
 from ds_trainer.models.source import WeightSource
 
@@ -36,7 +36,7 @@ def load_sharded(
     Shapes: a parameter of n rows becomes a shard of ceil(n / ranks) rows per rank; the last ones are short or empty.
 
     Raises:
-        ModelError: A parameter has no rows.
+        ConfigError: A parameter has no rows.
     """
     _to_meta(dict(model.named_parameters()))
     cut()
@@ -50,7 +50,7 @@ def load_sharded(
 def _to_meta(parameters: dict[str, nn.Parameter]) -> None:
     for name, parameter in parameters.items():
         if not parameter.dim():
-            raise ModelError(
+            raise ConfigError(
                 f"{name} is a scalar",
                 "FSDP2 cuts parameters by rows, which a scalar has none of",
                 "give it the shape (1,), or set parallel.engine to ddp",

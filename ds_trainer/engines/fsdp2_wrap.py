@@ -9,7 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ds_trainer.config.schema import FSDPConfig
-from ds_trainer.errors import ModelError
+from ds_trainer.errors import ConfigError
 
 _LARGE = 10**8
 _GROUPS = 8
@@ -27,7 +27,7 @@ def groups(model: nn.Module, config: FSDPConfig) -> list[nn.Module]:
         config: The wrapping policy.
 
     Raises:
-        ModelError: The model has none of the classes that the policy names.
+        ConfigError: The model has none of the classes that the policy names.
     """
     policy, is_closed = config.auto_wrap_policy, _closed_in(model)
     if policy == "no_wrap":
@@ -81,9 +81,9 @@ def _by_size(model: nn.Module, smallest: int, is_closed: Callable[[nn.Module], b
     return chosen
 
 
-def _no_such_class(model: nn.Module, missing: set[str]) -> ModelError:
+def _no_such_class(model: nn.Module, missing: set[str]) -> ConfigError:
     there = sorted({type(module).__name__ for module in model.modules() if module is not model})
-    return ModelError(
+    return ConfigError(
         f"{type(model).__name__} has no module of class {', '.join(sorted(missing)) or '(it names none itself)'}",
         f"transformer_based_wrap gathers by the model's own classes, here {', '.join(there)}",
         "set fsdp.transformer_layer_cls_to_wrap to the classes of its blocks, or fsdp.auto_wrap_policy to "

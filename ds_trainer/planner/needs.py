@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ds_trainer.config.backend import backend
+from ds_trainer.config.deepspeed.zero_keys import OFFLOAD_STAGES
 from ds_trainer.config.resolved import ResolvedConfig
 from ds_trainer.config.schema import RunConfig
-from ds_trainer.config.zero_keys import OFFLOAD_STAGES
 from ds_trainer.planner.memory import (
     DTYPE_BYTES,
     MemoryRow,

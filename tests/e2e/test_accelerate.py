@@ -3,10 +3,10 @@
 import pytest
 import yaml
 
+from ds_trainer.config.accelerate.to_accelerate import to_accelerate_yaml
 from ds_trainer.config.io import load_config
 from ds_trainer.config.resolve import resolve
 from ds_trainer.config.resolved import Machine
-from ds_trainer.config.to_accelerate import to_accelerate_yaml
 from ds_trainer.metrics import read_metrics
 from tests.helpers.launch import free_port, launch, run_folder, write_json
 

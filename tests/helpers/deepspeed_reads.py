@@ -7,7 +7,7 @@ from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP1
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerConfig, DeepSpeedZeroOffloadParamConfig
 
-from ds_trainer.config.native_keys import ReadRecorder
+from ds_trainer.config.deepspeed.native_keys import ReadRecorder
 
 MODELS = {
     "zero_optimization": DeepSpeedZeroConfig,

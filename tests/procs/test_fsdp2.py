@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from ds_trainer.callbacks.base import Callback
 from ds_trainer.engines.measure import local_part
-from ds_trainer.errors import EngineError, ModelError
+from ds_trainer.errors import ConfigError, EngineError
 from tests.helpers.failing import due, run_ranks
 from tests.helpers.runs import D8, largest_difference, make_trainer, weights
 from tests.helpers.tiny import oracle, samples, tiny_llama
@@ -244,7 +244,7 @@ def test_a_scalar_parameter_is_refused(world, tmp_path):
 
 
 def load_scalar(out):
-    with pytest.raises(ModelError) as caught:
+    with pytest.raises(ConfigError) as caught:
         make_trainer("fsdp2", out, model=Scalar(), given={"compute_loss_func": lambda *_: 0})
     return str(caught.value)
 

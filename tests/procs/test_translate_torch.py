@@ -5,7 +5,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from ds_trainer.config.torch_snippet import ddp_snippet, fsdp2_snippet
+from ds_trainer.config.torch.torch_snippet import ddp_snippet, fsdp2_snippet
 from tests.helpers.runs import collate, make_trainer
 from tests.helpers.tiny import samples, tiny_llama
 

@@ -7,13 +7,13 @@ import pytest
 from pydantic import ValidationError
 
 from ds_trainer.config.coverage import coverage, covered_engines
+from ds_trainer.config.deepspeed.to_deepspeed import to_deepspeed
 from ds_trainer.config.io import load_config
 from ds_trainer.config.keys import assign, default, flatten, leaf_fields
 from ds_trainer.config.resolve import resolve
 from ds_trainer.config.resolved import Machine
 from ds_trainer.config.schema import RunConfig
-from ds_trainer.config.to_deepspeed import to_deepspeed
-from ds_trainer.config.torch_snippet import ddp_snippet, fsdp2_snippet
+from ds_trainer.config.torch.torch_snippet import ddp_snippet, fsdp2_snippet
 from ds_trainer.errors import ConfigErrors
 
 GPU = Machine(4, "cuda", ("fp32", "bf16", "fp16"), "Ampere")

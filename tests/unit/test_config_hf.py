@@ -9,15 +9,15 @@ import torch
 from transformers import Trainer, TrainingArguments
 from transformers.optimization import get_scheduler
 
-from ds_trainer.config.from_hf import from_hf
-from ds_trainer.config.hf_keys import FIELDS, SAME
-from ds_trainer.config.hf_notes import ENGINES, SAID, UNSAID, reason
+from ds_trainer.config.hf.from_hf import from_hf
+from ds_trainer.config.hf.hf_keys import FIELDS, SAME
+from ds_trainer.config.hf.hf_notes import ENGINES, SAID, UNSAID, reason
+from ds_trainer.config.hf.to_hf import hf_snippet, to_hf
 from ds_trainer.config.import_report import report
 from ds_trainer.config.io import load_config
 from ds_trainer.config.keys import flatten, leaf_fields, leaf_values
 from ds_trainer.config.resolve import resolve
 from ds_trainer.config.resolved import Machine
-from ds_trainer.config.to_hf import hf_snippet, to_hf
 from ds_trainer.errors import ConfigErrors
 from ds_trainer.optim import lr_factor
 from tests.test_configs_shipped import FOLDER, MACHINES, SHIPPED, TABLE
@@ -362,7 +362,7 @@ def test_what_transformers_cannot_be_told_is_in_the_notes():
 
 
 def test_a_plug_in_engine_is_refused(monkeypatch):
-    monkeypatch.setattr("ds_trainer.config.to_hf.backend", lambda config: "toy")
+    monkeypatch.setattr("ds_trainer.config.hf.to_hf.backend", lambda config: "toy")
     with pytest.raises(ConfigErrors, match="it runs on deepspeed, fsdp2 and ddp"):
         to_hf(run())
 

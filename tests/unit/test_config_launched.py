@@ -2,8 +2,8 @@
 
 import pytest
 
+from ds_trainer.config.accelerate.launched import check_launched
 from ds_trainer.config.io import load_config
-from ds_trainer.config.launched import check_launched
 from ds_trainer.config.resolve import resolve
 from ds_trainer.config.resolved import Machine
 from ds_trainer.errors import ConfigError

@@ -2,7 +2,7 @@
 
 import copy
 
-from ds_trainer.config.native_keys import REFUSED, SECTIONS, TOP_LEVEL, ReadRecorder, unified_keys
+from ds_trainer.config.deepspeed.native_keys import REFUSED, SECTIONS, TOP_LEVEL, ReadRecorder, unified_keys
 from tests.helpers.deepspeed_reads import recorded_keys
 
 

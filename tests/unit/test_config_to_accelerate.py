@@ -15,15 +15,15 @@ from accelerate.utils import DDPCommunicationHookType
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 from torch.distributed.fsdp import CPUOffloadPolicy
 
-from ds_trainer.config.accelerate_notes import accelerate_notes
-from ds_trainer.config.accelerate_snippet import accelerate_snippet
+from ds_trainer.config.accelerate.accelerate_notes import accelerate_notes
+from ds_trainer.config.accelerate.accelerate_snippet import accelerate_snippet
+from ds_trainer.config.accelerate.launched import check_launched
+from ds_trainer.config.accelerate.to_accelerate import to_accelerate_yaml
+from ds_trainer.config.deepspeed.to_deepspeed import to_deepspeed
 from ds_trainer.config.io import load_config
-from ds_trainer.config.launched import check_launched
 from ds_trainer.config.resolve import resolve
 from ds_trainer.config.resolved import Machine
-from ds_trainer.config.to_accelerate import to_accelerate_yaml
-from ds_trainer.config.to_deepspeed import to_deepspeed
-from ds_trainer.config.to_torch import ddp_arguments, fsdp2_arguments
+from ds_trainer.config.torch.to_torch import ddp_arguments, fsdp2_arguments
 from ds_trainer.errors import ConfigErrors
 
 GPUS = Machine(4, "cuda", ("fp32", "bf16", "fp16"), "computes in bf16")

@@ -2,10 +2,10 @@
 
 import pytest
 
+from ds_trainer.config.deepspeed.to_deepspeed import to_deepspeed
 from ds_trainer.config.io import load_config
 from ds_trainer.config.resolve import resolve
 from ds_trainer.config.resolved import Machine
-from ds_trainer.config.to_deepspeed import to_deepspeed
 from ds_trainer.errors import ConfigErrors
 from tests.helpers.deepspeed_reads import accept
 

@@ -7,7 +7,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditional
 
 from ds_trainer.config.schema import FSDPConfig
 from ds_trainer.engines.fsdp2_wrap import groups
-from ds_trainer.errors import ModelError
+from ds_trainer.errors import ConfigError
 from tests.helpers.tiny import tiny_llama
 
 BY_SIZE = {"auto_wrap_policy": "size_based_wrap"}
@@ -40,9 +40,9 @@ def test_named_classes_are_gathered_and_one_that_is_not_there_is_refused_with_th
     policy = {"auto_wrap_policy": "transformer_based_wrap", "transformer_layer_cls_to_wrap": ("LlamaMLP",)}
     assert names(tiny_llama(), **policy) == ["model.layers.0.mlp", "model.layers.1.mlp"]
     policy["transformer_layer_cls_to_wrap"] = ("LlamaMLP", "LlamaLayer")
-    with pytest.raises(ModelError, match=r"no module of class LlamaLayer\n.*LlamaDecoderLayer.*\n.*_cls_to_wrap"):
+    with pytest.raises(ConfigError, match=r"no module of class LlamaLayer\n.*LlamaDecoderLayer.*\n.*_cls_to_wrap"):
         names(tiny_llama(), **policy)
-    with pytest.raises(ModelError, match=r"Sequential .*it names none itself"):
+    with pytest.raises(ConfigError, match=r"Sequential .*it names none itself"):
         names(nn.Sequential(nn.Linear(2, 2)), auto_wrap_policy="transformer_based_wrap")
 
 

@@ -7,11 +7,11 @@ import yaml
 from accelerate.commands.to_fsdp2 import ARGUMENT_KEY_MAPPING as TO_FSDP2
 from accelerate.commands.to_fsdp2 import ConversionStatus, convert_config_to_fsdp2
 
+from ds_trainer.config.accelerate.from_accelerate import from_accelerate
+from ds_trainer.config.accelerate.to_accelerate import to_accelerate_yaml
 from ds_trainer.config.backend import backend
-from ds_trainer.config.from_accelerate import from_accelerate
 from ds_trainer.config.io import load_config
 from ds_trainer.config.keys import flatten, value
-from ds_trainer.config.to_accelerate import to_accelerate_yaml
 from ds_trainer.errors import ConfigError
 from tests.helpers.foreign_configs import (
     ACCELERATE_DEEPSPEED_FILE,

@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 from ds_trainer.cli import main
-from ds_trainer.config.from_accelerate import from_accelerate
-from ds_trainer.config.from_deepspeed import from_deepspeed
+from ds_trainer.config.accelerate.from_accelerate import from_accelerate
+from ds_trainer.config.deepspeed.from_deepspeed import from_deepspeed
 from ds_trainer.config.import_report import report
 from ds_trainer.config.imported import Imported
 from ds_trainer.config.io import load_config

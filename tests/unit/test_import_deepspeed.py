@@ -7,12 +7,12 @@ from deepspeed.runtime import lr_schedules
 
 from ds_trainer.config.backend import backend
 from ds_trainer.config.coverage import coverage
-from ds_trainer.config.from_deepspeed import from_deepspeed
+from ds_trainer.config.deepspeed.from_deepspeed import from_deepspeed
+from ds_trainer.config.deepspeed.to_deepspeed import to_deepspeed
 from ds_trainer.config.io import load_config
 from ds_trainer.config.keys import flatten, leaf_fields, value
 from ds_trainer.config.resolve import resolve
 from ds_trainer.config.resolved import Machine
-from ds_trainer.config.to_deepspeed import to_deepspeed
 from ds_trainer.optim import lr_factor
 from tests.helpers.deepspeed_reads import accept
 from tests.helpers.foreign_configs import DEEPSPEED_FILES

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from copy import deepcopy
 from typing import Any
 
+from ds_trainer.config.deepspeed.native_keys import unified_keys
+from ds_trainer.config.deepspeed.zero_keys import OFFLOAD_DEVICES, STAGES
 from ds_trainer.config.keys import assign, flatten
-from ds_trainer.config.native_keys import unified_keys
 from ds_trainer.config.resolved import ResolvedConfig
 from ds_trainer.config.schema import OptimizerConfig, RunConfig
-from ds_trainer.config.zero_keys import OFFLOAD_DEVICES, STAGES
 from ds_trainer.errors import ConfigError, ConfigErrors
 
 _SHORTEST_WARMUP = 2

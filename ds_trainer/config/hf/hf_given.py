@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ds_trainer.config.hf_keys import FIELDS, RENAMED
+from ds_trainer.config.hf.hf_keys import FIELDS, RENAMED
 from ds_trainer.config.imported import Imported
 
 _SAYS_NOTHING: tuple[Any, ...] = (None, "", [], {})

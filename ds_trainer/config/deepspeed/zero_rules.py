@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 
 from ds_trainer.config.asked import Asked
-from ds_trainer.config.resolved import Machine
-from ds_trainer.config.schema import RunConfig
-from ds_trainer.config.zero_keys import (
+from ds_trainer.config.deepspeed.zero_keys import (
     IGNORED_BY_BF16_OPTIMIZER,
     OFFLOAD_DEVICES,
     OFFLOAD_STAGES,
     STAGES,
     uses_bf16_optimizer,
 )
+from ds_trainer.config.resolved import Machine
+from ds_trainer.config.schema import RunConfig
 from ds_trainer.errors import ConfigError
 
 MOMENTS = {"adamw": 2, "adam": 2, "lion": 1, "adafactor": 0}

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from ds_trainer.config.backend import backend
-from ds_trainer.config.hf_keys import SAME
-from ds_trainer.config.hf_notes import hf_notes
+from ds_trainer.config.deepspeed.to_deepspeed import to_deepspeed
+from ds_trainer.config.hf.hf_keys import SAME
+from ds_trainer.config.hf.hf_notes import hf_notes
 from ds_trainer.config.keys import value
 from ds_trainer.config.resolved import ResolvedConfig
 from ds_trainer.config.schema import RunConfig
-from ds_trainer.config.to_deepspeed import to_deepspeed
 from ds_trainer.errors import ConfigError, ConfigErrors
 
 _NOT_YET = ("activation_checkpointing",)

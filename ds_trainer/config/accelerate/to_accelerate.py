@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ds_trainer.config.backend import backend
+from ds_trainer.config.deepspeed.to_deepspeed import to_deepspeed
 from ds_trainer.config.resolved import ResolvedConfig
 from ds_trainer.config.schema import RunConfig
-from ds_trainer.config.to_deepspeed import to_deepspeed
-from ds_trainer.config.to_torch import ddp_arguments, fsdp2_arguments
+from ds_trainer.config.torch.to_torch import ddp_arguments, fsdp2_arguments
 
 _MIXED_PRECISION = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
 

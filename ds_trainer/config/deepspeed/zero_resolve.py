@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ds_trainer.config.deepspeed.zero_keys import IGNORED_BY_BF16_OPTIMIZER, STAGES, uses_bf16_optimizer
 from ds_trainer.config.resolved import Machine
 from ds_trainer.config.schema import ZeroConfig
-from ds_trainer.config.zero_keys import IGNORED_BY_BF16_OPTIMIZER, STAGES, uses_bf16_optimizer
 from ds_trainer.errors import ConfigError
 
 Derived = dict[str, tuple[Any, str]]

@@ -7,10 +7,10 @@ from pprint import pformat
 from textwrap import indent
 from typing import Any
 
-from ds_trainer.config.accelerate_notes import script_notes
+from ds_trainer.config.accelerate.accelerate_notes import script_notes
+from ds_trainer.config.accelerate.to_accelerate import accelerate_arguments
 from ds_trainer.config.resolved import ResolvedConfig
-from ds_trainer.config.to_accelerate import accelerate_arguments
-from ds_trainer.config.to_torch import fsdp2_arguments
+from ds_trainer.config.torch.to_torch import fsdp2_arguments
 
 _TORCH_DTYPES = {None: "None", "fp32": "torch.float32", "bf16": "torch.bfloat16", "fp16": "torch.float16"}
 _WIDTH = 100

@@ -12,16 +12,16 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from ds_trainer.config.from_deepspeed_optimizer import (
+from ds_trainer.config.deepspeed.from_deepspeed_optimizer import (
     OPTIMIZER_KEYS,
     carry_optimizer,
     carry_scheduler,
     keep_optimizer_defaults,
 )
+from ds_trainer.config.deepspeed.native_keys import check_native, unified_keys
+from ds_trainer.config.deepspeed.zero_keys import OFFLOAD_DEVICES, OFFLOAD_STAGES, STAGES
 from ds_trainer.config.imported import Imported, Line
 from ds_trainer.config.keys import assign, default, flatten
-from ds_trainer.config.native_keys import check_native, unified_keys
-from ds_trainer.config.zero_keys import OFFLOAD_DEVICES, OFFLOAD_STAGES, STAGES
 
 Native = Mapping[str, Any]
 """A DeepSpeed JSON as dotted keys, under the names that DeepSpeed has for them today."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any, get_args
 
-from ds_trainer.config.hf_given import HFImport
+from ds_trainer.config.hf.hf_given import HFImport
 from ds_trainer.config.schema import LoggingConfig
 
 _ALL = 10**9

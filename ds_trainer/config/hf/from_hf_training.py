@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ds_trainer.config.hf_given import HFImport
+from ds_trainer.config.hf.hf_given import HFImport
 
 Ours = dict[str, Any]
 

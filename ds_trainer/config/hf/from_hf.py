@@ -10,18 +10,23 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ds_trainer.config.from_accelerate_fsdp import carry_fsdp, carry_parallelism, fsdp_engine, keep_fsdp_defaults
-from ds_trainer.config.from_deepspeed import keep_defaults, read_deepspeed
-from ds_trainer.config.from_hf_moments import carry_data, carry_evaluation, carry_logging, carry_saving
-from ds_trainer.config.from_hf_training import (
+from ds_trainer.config.accelerate.from_accelerate_fsdp import (
+    carry_fsdp,
+    carry_parallelism,
+    fsdp_engine,
+    keep_fsdp_defaults,
+)
+from ds_trainer.config.deepspeed.from_deepspeed import keep_defaults, read_deepspeed
+from ds_trainer.config.hf.from_hf_moments import carry_data, carry_evaluation, carry_logging, carry_saving
+from ds_trainer.config.hf.from_hf_training import (
     carry_length,
     carry_optimizer,
     carry_precision,
     carry_recomputing,
     carry_schedule,
 )
-from ds_trainer.config.hf_given import HFImport
-from ds_trainer.config.hf_keys import FIELDS, SAME
+from ds_trainer.config.hf.hf_given import HFImport
+from ds_trainer.config.hf.hf_keys import FIELDS, SAME
 from ds_trainer.config.imported import Imported
 from ds_trainer.config.keys import assign, default, flatten
 from ds_trainer.config.native_files import load_native

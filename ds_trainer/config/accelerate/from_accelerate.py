@@ -13,8 +13,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ds_trainer.config.from_accelerate_fsdp import carry_fsdp, carry_parallelism, fsdp_engine, keep_fsdp_defaults
-from ds_trainer.config.from_deepspeed import keep_defaults, read_deepspeed
+from ds_trainer.config.accelerate.from_accelerate_fsdp import (
+    carry_fsdp,
+    carry_parallelism,
+    fsdp_engine,
+    keep_fsdp_defaults,
+)
+from ds_trainer.config.deepspeed.from_deepspeed import keep_defaults, read_deepspeed
 from ds_trainer.config.imported import Imported, Line
 from ds_trainer.config.keys import assign, flatten
 from ds_trainer.config.native_files import load_native

@@ -1,0 +1,1 @@
+"""DeepSpeed: its keys, the rules of ZeRO, its JSON both ways. Pure."""

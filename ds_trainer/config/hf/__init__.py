@@ -1,0 +1,1 @@
+"""transformers' TrainingArguments, both ways. Pure."""
