@@ -24,11 +24,10 @@ def main() -> None:
     dist.init_process_group("gloo")
     config, _ = load_config(run_config("fsdp2", folder))
     model = make_model()
-    for layer in model.model.layers:
-        fully_shard(layer)
-    fully_shard(model)
-    model.set_force_sum_reduction_for_comms(True)
-    model.set_gradient_divide_factor(1.0)
+    for part in (*model.model.layers, model):
+        fully_shard(part)
+        part.set_force_sum_reduction_for_comms(True)
+        part.set_gradient_divide_factor(1.0)
     model.train()
     groups = [
         {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": config.optimizer.weight_decay},
