@@ -69,7 +69,7 @@ class ProgressCallback(Callback):
     """One progress bar, and a line for each evaluation and checkpoint, on rank 0.
 
     Args:
-        show_bar: False: evaluations and checkpoints only.
+        show_bar: False: a line for every logging window instead.
     """
 
     def __init__(self, show_bar: bool) -> None:
@@ -79,7 +79,7 @@ class ProgressCallback(Callback):
     def on_train_begin(self, trainer: Trainer) -> None:
         """Starts the bar, at the checkpoint's step where the run is resumed."""
         state = trainer.state
-        self._progress = Progress(state.max_steps, enabled=self._show_bar, first_step=state.global_step)
+        self._progress = Progress(state.max_steps, bar=self._show_bar, first_step=state.global_step)
         self._progress.__enter__()
 
     def on_step_end(self, trainer: Trainer) -> None:

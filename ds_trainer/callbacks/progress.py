@@ -37,17 +37,18 @@ class Progress:
 
     Args:
         total_steps: Optimizer steps of the run.
-        enabled: False where nothing is to be shown: on other ranks than 0, or when the config says so.
+        bar: Whether a bar is wanted; False: a line for every logging window, on a terminal too.
         first_step: Steps taken before, by the run that this one resumes; they took no time of this one.
     """
 
-    def __init__(self, total_steps: int, enabled: bool, first_step: int = 0) -> None:
+    def __init__(self, total_steps: int, bar: bool, first_step: int = 0) -> None:
         self._total, self._first = total_steps, first_step
-        self._plain = enabled and not sys.stderr.isatty()
+        self._plain = not bar or not sys.stderr.isatty()
+        self._line_every_s = PLAIN_LINE_EVERY_S if bar else 0.0
         self._bar = tqdm(
             total=total_steps,
             initial=first_step,
-            disable=not enabled or self._plain,
+            disable=self._plain,
             unit="step",
             bar_format="{desc}{percentage:3.0f}%|{bar:16}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}] {postfix}",
             dynamic_ncols=True,
@@ -76,7 +77,7 @@ class Progress:
         self._bar.set_postfix_str(summary(metrics))
         now = time.monotonic()
         is_last = metrics.step >= self._total
-        if self._plain and (is_last or now - self._last_line >= PLAIN_LINE_EVERY_S):
+        if self._plain and (is_last or now - self._last_line >= self._line_every_s):
             self._last_line = now
             elapsed = now - self._started
             remaining = elapsed / (metrics.step - self._first) * (self._total - metrics.step)

@@ -6,17 +6,18 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ds_trainer.cli.import_ import import_file
 from ds_trainer.config.backend import backend, engine_column
 from ds_trainer.config.coverage import coverage, covered_engines
 from ds_trainer.config.deepspeed.native_keys import unified_keys
 from ds_trainer.config.deepspeed.to_deepspeed import to_deepspeed
-from ds_trainer.config.engine_table import ENGINES, cell
+from ds_trainer.config.engine_table import AS_BACKEND, ENGINES, cell
 from ds_trainer.config.io import load_config, read_config
-from ds_trainer.config.keys import flatten, leaf_values
+from ds_trainer.config.keys import flatten, leaf_values, value
 from ds_trainer.config.local_files import check_files
 from ds_trainer.config.machine import probe_machine_pure
 from ds_trainer.config.resolve import resolve
@@ -26,6 +27,16 @@ from ds_trainer.config.translate import OPTIONS, TARGETS, engine_overrides, tran
 from ds_trainer.errors import ConfigError, ConfigErrors, UserError
 from ds_trainer.models.spec import ModelSpec, read_spec
 from ds_trainer.planner.needs import rows_by_stage
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+_ROOM_FOR_NOTES = 160
+_NOTES_ELSEWHERE = (
+    "accelerate does as that which it runs on (*: not in all). --backend NAME, or a pipe, says what a key is mapped to "
+    "and why one is refused."
+)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -73,7 +84,7 @@ def _local_spec(config: RunConfig) -> ModelSpec | None:
 
 
 def _translate(args: argparse.Namespace) -> int:
-    config, _ = load_config(args.config, args.set, args.deepspeed_config)
+    config, origins = load_config(args.config, args.set, args.deepspeed_config)
     to = args.to or config.parallel.engine
     if to not in TARGETS:
         raise ConfigError(
@@ -86,7 +97,7 @@ def _translate(args: argparse.Namespace) -> int:
             raise ConfigError(
                 f"--{option} with --to {to}", f"it is for {' and '.join(targets)}", f"remove --{option}, or change --to"
             )
-    overrides = {text.partition("=")[0]: text for text in [*args.set, *engine_overrides(config, to)]}
+    overrides = {text.partition("=")[0]: text for text in [*args.set, *engine_overrides(config, origins, to)]}
     translation = translate(
         _resolved(args, list(overrides.values())), to, python=args.python, standalone=args.standalone
     )
@@ -110,13 +121,19 @@ def _check(args: argparse.Namespace) -> int:
     except ConfigErrors as found:
         errors += found.errors
     else:
-        for text in resolved.warnings:
+        for text in [*resolved.warnings, *_left_to_a_script(loaded.config)]:
             print(f"warning: {text}")
     if errors:
         print("\n\n".join(str(error) for error in errors), file=sys.stderr)
         return 2
     print(f"{args.config}: ok for {args.world} x {machine.device}")
     return 0
+
+
+def _left_to_a_script(config: RunConfig) -> Iterator[str]:
+    for key, argument in (("model.path", "model"), ("data.train", "train_dataset")):
+        if value(config, key) is None:
+            yield f"{key} is not set: `ds-trainer train` needs it, a script may pass Trainer({argument}=...) instead"
 
 
 def _show(args: argparse.Namespace) -> int:
@@ -127,11 +144,7 @@ def _show(args: argparse.Namespace) -> int:
     # A pipe or a file has no width to fit: each key stays on one line, so that grep finds it.
     console = Console(width=None if sys.stdout.isatty() else 1000)
     if args.backend is not None:
-        engines = ENGINES if args.backend == "all" else (args.backend,)
-        fates = Table(Column("key", no_wrap=True), Column("value", overflow="fold"), *engines, title=args.config)
-        for key, item in leaf_values(resolved.config).items():
-            fates.add_row(key, json.dumps(item), *(cell(key, engine) for engine in engines))
-        console.print(fates)
+        console.print(_fates(resolved, args.backend, console.width))
         return 0
     title = f"{args.config} on {args.world} x {resolved.machine.device}"
     value, reason = Column("value", overflow="fold"), Column("where from, or why", overflow="fold")
@@ -150,6 +163,34 @@ def _show(args: argparse.Namespace) -> int:
         costs.add_row(*row)
     console.print(costs)
     return 0
+
+
+def _fates(resolved: ResolvedConfig, engine: str, width: int) -> Table:
+    """What one engine, or all of them, do with every key; of all of them in a word each where notes have no room."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Column, Table
+
+    engines = ENGINES if engine == "all" else (engine,)
+    if len(engines) > 1 and width < _ROOM_FOR_NOTES:
+        narrow = (Column(name, no_wrap=True) for name in engines)
+        table = Table(
+            Column("key", overflow="fold"), *narrow, caption=_NOTES_ELSEWHERE, padding=(0, 1, 0, 0), box=SIMPLE_HEAD
+        )
+        for key in leaf_values(resolved.config):
+            table.add_row(key, *(_word(cell(key, name)) for name in engines))
+        return table
+    columns = [Column(name, overflow="fold") for name in ("value", *engines)]
+    table = Table(Column("key", no_wrap=True), *columns)
+    for key, item in leaf_values(resolved.config).items():
+        table.add_row(key, json.dumps(item), *(cell(key, name) for name in engines))
+    return table
+
+
+def _word(text: str) -> str:
+    """A fate without its note; `*` where accelerate departs from what it runs on."""
+    if text.startswith(AS_BACKEND):
+        return "as that" if text == AS_BACKEND else "as that*"
+    return text.partition(":")[0]
 
 
 def rows(resolved: ResolvedConfig) -> list[tuple[str, str, str]]:

@@ -12,7 +12,7 @@ from ds_trainer.config.keys import leaf_fields
 BACKENDS = ("deepspeed", "fsdp2", "ddp")
 ENGINES = (*BACKENDS, "accelerate")
 
-_AS_BACKEND = "as what it runs on"
+AS_BACKEND = "as what it runs on"
 
 
 def cell(key: str, engine: str) -> str:
@@ -25,7 +25,7 @@ def cell(key: str, engine: str) -> str:
     if len(set(own.values())) == 1:
         return _text(own["deepspeed"])
     departures = [f"on {name} {_text(fate)}" for name, fate in own.items() if fate != coverage(key, name)]
-    return "; ".join([_AS_BACKEND, *departures])
+    return "; ".join([AS_BACKEND, *departures])
 
 
 def section_row(section: str) -> list[str]:

@@ -405,7 +405,7 @@ class LoggingConfig(Section):
     every_steps: PositiveInt = 1
     """Write a metrics line after every so many optimizer steps; its loss is the mean over that window."""
     progress_bar: bool = True
-    """Show one progress bar on rank 0."""
+    """Show one progress bar on rank 0; false: print a line for every `every_steps` instead."""
     plots: bool = True
     """Draw the pictures of loss, learning rate, gradient norm, throughput and memory at the end."""
     report_to: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...] = ()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import yaml
@@ -36,11 +36,12 @@ class Translation:
     notes: Sequence[str] = ()
 
 
-def engine_overrides(config: RunConfig, to: str) -> list[str]:
+def engine_overrides(config: RunConfig, origins: Mapping[str, str], to: str) -> list[str]:
     """The overrides that put a run on the engine of a target; for accelerate and hf it stays on what it runs on.
 
     Args:
         config: The run.
+        origins: Dotted key -> the place that set it, or `default`.
         to: One of `TARGETS`.
     """
     now = backend(config)
@@ -51,8 +52,11 @@ def engine_overrides(config: RunConfig, to: str) -> list[str]:
     overrides = [f"parallel.engine={to}"]
     if config.parallel.engine == "accelerate":
         overrides.append("accelerate=null")
-    if (now, to) == ("deepspeed", "fsdp2"):
-        overrides.append(f"zero.stage={config.zero.stage}")  # A stage that is DeepSpeed's default is meant too.
+    said = [key for key, place in origins.items() if key.startswith("zero.") and place != "default"]
+    if (now, to) == ("deepspeed", "fsdp2") and "zero.stage" not in said:
+        overrides.append(f"zero.stage={config.zero.stage}")  # The default stage is meant too.
+    if (now, to) == ("deepspeed", "ddp") and said == ["zero.stage"] and config.zero.stage == 0:
+        overrides.append("zero=null")  # Stage 0 is what DDP does.
     return overrides
 
 

@@ -13,6 +13,7 @@ SECTIONS = {
     "blocks": {},
     "untied": {},
     "size": {"fsdp": {"auto_wrap_policy": "size_based_wrap", "min_num_params": 3000}},
+    "derived size": {"fsdp": {"auto_wrap_policy": "size_based_wrap"}},
     "keep": {"zero": {"stage": 2}},
     "prefetch": {"fsdp": {"prefetch_depth": 1, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}},
     "whole": {"fsdp": {"auto_wrap_policy": "no_wrap"}},

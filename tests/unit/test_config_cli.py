@@ -171,6 +171,18 @@ def test_a_run_on_accelerate_is_translated_for_what_it_runs_on(write, capsys):
     assert "DistributedDataParallel" in capsys.readouterr().out
 
 
+def test_stage_0_is_what_ddp_does(write, capsys):
+    assert exit_code("config", "translate", write(zero={"stage": 0}), "--to", "ddp", "--device", "cpu") == 0
+    assert "DistributedDataParallel" in capsys.readouterr().out
+
+
+def test_check_says_what_is_left_to_a_script(write, capsys):
+    path = write(model={}, data={})
+    assert exit_code("config", "check", path, "--device", "cpu") == 0
+    out = capsys.readouterr().out
+    assert "warning: model.path is not set" in out and "warning: data.train is not set" in out
+
+
 def test_translate_refuses_what_the_target_cannot_do(write, capsys):
     assert exit_code("config", "translate", write(zero={"stage": 3}), "--to", "ddp", "--device", "cpu") == 2
     assert "remove zero.stage" in capsys.readouterr().err

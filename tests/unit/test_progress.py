@@ -43,7 +43,7 @@ def test_the_summary_names_every_number_of_the_window():
 def test_a_terminal_gets_a_bar_with_the_windows_numbers(monkeypatch, log):
     terminal = Terminal()
     monkeypatch.setattr("sys.stderr", terminal)
-    with Progress(total_steps=4, enabled=True) as progress:
+    with Progress(total_steps=4, bar=True) as progress:
         progress.step()
         progress.show(metrics(1))
     assert "1/4" in terminal.getvalue()
@@ -52,7 +52,7 @@ def test_a_terminal_gets_a_bar_with_the_windows_numbers(monkeypatch, log):
 
 
 def test_elsewhere_lines_come_at_most_every_few_seconds_and_at_the_end(log, clock):
-    with Progress(total_steps=4, enabled=True) as progress:
+    with Progress(total_steps=4, bar=True) as progress:
         for step, after_s in ((1, 1.0), (2, 1.0), (3, PLAIN_LINE_EVERY_S), (4, 0.0)):
             clock[0] += after_s
             progress.step()
@@ -63,24 +63,25 @@ def test_elsewhere_lines_come_at_most_every_few_seconds_and_at_the_end(log, cloc
 
 
 def test_a_resumed_run_begins_at_its_step_and_reckons_with_its_own_steps_only(monkeypatch, log, clock):
-    with Progress(total_steps=6, enabled=True, first_step=3) as progress:
+    with Progress(total_steps=6, bar=True, first_step=3) as progress:
         clock[0] += 12.0
         progress.step()
         progress.show(metrics(4))
     assert "step 4/6 [00:12<00:24]" in log.records[0].getMessage()
     monkeypatch.setattr("sys.stderr", terminal := Terminal())
-    with Progress(total_steps=6, enabled=True, first_step=3) as progress:
+    with Progress(total_steps=6, bar=True, first_step=3) as progress:
         progress.step()
         progress.show(metrics(4))
     assert "4/6" in terminal.getvalue()
 
 
 @pytest.mark.parametrize("stream", [Terminal, io.StringIO])
-def test_other_ranks_show_nothing(monkeypatch, log, stream):
-    stderr = stream()
-    monkeypatch.setattr("sys.stderr", stderr)
-    with Progress(total_steps=1, enabled=False) as progress:
-        progress.step()
-        progress.show(metrics(1))
-    assert stderr.getvalue() == ""
-    assert not log.records
+def test_without_a_bar_every_window_is_a_line_on_a_terminal_too(monkeypatch, log, clock):
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+    with Progress(total_steps=3, bar=False) as progress:
+        for step in (1, 2, 3):
+            progress.step()
+            progress.show(metrics(step))
+    assert [record.getMessage().split()[1] for record in log.records] == ["1/3", "2/3", "3/3"]
+    assert "|" not in terminal.getvalue()

@@ -117,7 +117,7 @@ def _stage(config: RunConfig, asked: Asked) -> Iterator[ConfigError]:
         return
     if stage not in _STAGES:
         yield ConfigError(
-            f"{asked.says('zero.stage')} with parallel.engine {config.parallel.engine!r} on fsdp2",
+            f"{asked.says('zero.stage')} on fsdp2",
             "FSDP2 cuts gradients and optimizer states always, and keeps parameters (2) or frees them (3)",
             "set zero.stage to 2 or 3, or parallel.engine to " + ("ddp" if stage == 0 else "deepspeed"),
         )

@@ -97,9 +97,10 @@ def _parts(fsdp: Any) -> list[str]:
         case "no_wrap":
             return ["    parts = []"]
         case "size_based_wrap":
-            size = fsdp.min_num_params or 100_000_000
+            size = fsdp.min_num_params or "min(100_000_000, -(-sum(p.numel() for p in model.parameters()) // 8))"
             return [
-                f"    # Modules with {size:,} elements that no chosen module inside of them has.",
+                f"    size = {size}",
+                "    # Modules with so many elements that no chosen module inside of them has.",
                 "    # What shares a parameter with another module stays in the model's own part.",
                 "    users = {}",
                 "    for module in model.modules():",
@@ -112,7 +113,7 @@ def _parts(fsdp: Any) -> list[str]:
                 "        taken = {p for part in parts if part in inside for p in part.parameters()}",
                 "        left = sum(p.numel() for p in module.parameters() if p not in taken)",
                 "        runs = type(module).forward is not torch.nn.Module.forward",
-                f"        if runs and left >= {size} and not shared & inside:",
+                "        if runs and left >= size and not shared & inside:",
                 "            parts.insert(0, module)",
             ]
         case _:
@@ -121,7 +122,7 @@ def _parts(fsdp: Any) -> list[str]:
             return [
                 "    ends = [model.get_input_embeddings(), model.get_output_embeddings()]",
                 "    tied = None in ends or ends[0].weight is ends[1].weight  # A shared parameter is in one part.",
-                f"    classes = {names}",
+                f"    classes = {names}{'' if classes else '  # Where there are none: size_based_wrap.'}",
                 "    parts = [m for m in model.modules() if type(m).__name__ in classes or (m in ends and not tied)]",
             ]
 
