@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from ds_trainer.config.backend import backend
@@ -71,18 +72,30 @@ def _same_start(hashes: list[str | None]) -> None:
 def _print(resolved: ResolvedConfig, ranks: list[EngineFacts], same_hash: str | None) -> None:
     first, log = ranks[0], get_logger()
     stage = "" if first.stage is None else f", ZeRO stage {first.stage}"
+    through = " through accelerate" if resolved.config.parallel.engine == "accelerate" else ""
     batch = resolved.config.batch
-    log.info("engine: %s%s, %d data rank(s), compute in %s", first.engine, stage, first.group_size, first.compute_dtype)
+    log.info(
+        "engine: %s%s%s, %d data rank(s)%s, compute in %s",
+        first.engine,
+        through,
+        stage,
+        first.group_size,
+        _cut(first.settings),
+        first.compute_dtype,
+    )
     log.info(
         "parameters: %s on %s; optimizer: %s, %s on %s%s",
         _per_rank([f.param_bytes for f in ranks]),
         first.param_device,
         first.optimizer,
-        _per_rank([f.optimizer_bytes for f in ranks]) if first.optimizer_bytes else "states, made in the first step,",
+        _per_rank([f.optimizer_bytes for f in ranks])
+        if first.optimizer_bytes
+        else "its states, made in step 1,",
         first.optimizer_device,
         f"; swap files: {_per_rank([f.nvme_bytes for f in ranks])}" if any(f.nvme_bytes for f in ranks) else "",
     )
-    how = "each parameter exists once" if same_hash is None else f"all ranks start from hash {same_hash}"
+    who = "all copies" if first.settings.get("parallel.dp_replicate", 1) > 1 else "all ranks"
+    how = "each parameter exists once" if same_hash is None else f"{who} start from hash {same_hash}"
     log.info(
         "batch: %s samples per step = micro %s x accumulation %s x data ranks %d; %s",
         batch.global_size,
@@ -91,6 +104,17 @@ def _print(resolved: ResolvedConfig, ranks: list[EngineFacts], same_hash: str | 
         resolved.data_ranks,
         how,
     )
+
+
+def _cut(settings: Mapping[str, Any]) -> str:
+    """How FSDP2 cuts the model, as its groups say; nothing on other engines."""
+    if "parallel.dp_shard" not in settings:
+        return ""
+    copies, shards = settings["parallel.dp_replicate"], settings["parallel.dp_shard"]
+    reshard = settings["fsdp.reshard_after_forward"]
+    kept = {True: "freed", False: "kept gathered"}.get(reshard, f"cut over {reshard} ranks")
+    layout = f"{copies} copies of {shards} shards" if copies > 1 else f"{shards} shard(s)"
+    return f", {layout}, parameters {kept} after forward{', on the host' if settings['fsdp.cpu_offload'] else ''}"
 
 
 def _per_rank(sizes: list[int]) -> str:

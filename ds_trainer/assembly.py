@@ -59,6 +59,7 @@ from ds_trainer.models.source import ModuleWeights, WeightSource
 from ds_trainer.models.spec import ModelSpec, read_spec
 from ds_trainer.optim import hand_over, make_optimizer
 from ds_trainer.output import claimed
+from ds_trainer.saving.best_metric import require_evaluations
 from ds_trainer.saving.resume import check_layout, check_model, check_run, check_world, find_checkpoint
 
 
@@ -134,6 +135,8 @@ def _assemble_on(mesh: Mesh, machine: Machine, config: RunConfig, origins: dict[
             check_run(checkpoint, resolved, checkpoint.json(STATE), train_loader.sampler.num_samples, probes)
         model, weights = build_model(resolved.config, given.model, spec, tokenizer)
         evaluation, positions = resolved.config.evaluation, splits.max_positions
+        if train_loader is not None:
+            require_evaluations(resolved.config, eval_loader is not None)
         eval_prompts = prompts_to_continue(evaluation, eval_loader, model, tokenizer, positions)
         loss = _loss(model, resolved.config.loss, given)
         trained = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}

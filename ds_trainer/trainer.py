@@ -36,6 +36,7 @@ from ds_trainer.mesh.arrival import part_together
 from ds_trainer.mesh.memory import peak_memory_bytes
 from ds_trainer.mesh.signals import StopRequested
 from ds_trainer.metrics import EvalMetrics, WindowMean
+from ds_trainer.models.buffers import persistent_buffers
 from ds_trainer.non_finite import NonFinitePolicy
 from ds_trainer.optim import lr_factor
 from ds_trainer.output import GENERATIONS, MODEL, claimed, set_aside_earlier_run
@@ -497,6 +498,8 @@ class Trainer:
 
     def _evaluate_on(self, loader: BatchLoader, collect: bool) -> EvaluationResult:
         run = self.run
+        # Running statistics are of each rank's own samples. The first rank's are evaluated, and are what is exported.
+        run.mesh.broadcast(buffer for _, buffer in persistent_buffers(run.model))
         return run_evaluation(loader, run.engine, run.loss, run.mesh, collect, lambda: self._call("on_prediction_step"))
 
     @_guarded

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.dynamic_module_utils import custom_object_save
 
 from ds_trainer.errors import MachineError, ModelError
+from ds_trainer.models.buffers import persistent_buffers
 from ds_trainer.models.conversions import Recipe, export_recipes, tied_groups
 from ds_trainer.models.hf import set_use_cache
 from ds_trainer.models.skeleton import empty_twin, written_class
@@ -104,7 +105,8 @@ def _to_checkpoint_form(
     recipes = _recipes(model, twin)
     by_source = {name: recipe for recipe in recipes for _, name in recipe.sources}
     waiting: dict[str, torch.Tensor] = {}
-    for given, tensor in chain(parameters, _persistent_buffers(model)):
+    buffers = ((name, buffer.cpu()) for name, buffer in persistent_buffers(model))
+    for given, tensor in chain(parameters, buffers):
         name = kept.get(given, given)
         if name not in by_source:  # The class says not to save it.
             continue
@@ -130,11 +132,6 @@ def _kept_names(twin: PreTrainedModel) -> dict[str, str]:
         main = next((name for name in names if name not in copies), names[0])
         kept |= dict.fromkeys(names, main)
     return kept
-
-
-def _persistent_buffers(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
-    persistent = model.state_dict().keys()
-    return ((name, buffer.cpu()) for name, buffer in model.named_buffers() if name in persistent)
 
 
 class _ShardWriter:

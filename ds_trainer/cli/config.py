@@ -214,6 +214,8 @@ def _without_part(resolved: ResolvedConfig) -> set[str]:
         natives = unified_keys().items()
         unwritten = {key for _, key in natives} - {key for native, key in natives if native in written}
         idle |= {key for key in unwritten if not key.endswith(".device")}
+    if backend(resolved.config) == "fsdp2":
+        idle |= {key for key in resolved.reasons if key.startswith("zero.") and resolved.reasons[key] == "default"}
     return idle | {"$schema"}
 
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
+import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ds_trainer.config.accelerate.from_accelerate import from_accelerate
 from ds_trainer.config.deepspeed.from_deepspeed import from_deepspeed
+from ds_trainer.config.foreign import NAMES, kind_of
 from ds_trainer.config.hf.from_hf import from_hf
 from ds_trainer.config.import_report import report
 from ds_trainer.config.imported import Imported
@@ -19,35 +22,25 @@ from ds_trainer.config.keys import value
 from ds_trainer.config.native_files import load_native
 from ds_trainer.errors import ConfigError
 
-_MARKS = {
-    "accelerate": ("distributed_type", "compute_environment"),
-    "hf": ("output_dir", "learning_rate", "per_device_train_batch_size", "num_train_epochs", "lr_scheduler_type"),
-    "deepspeed": ("zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_clipping"),
-}
-"""Kind of file -> keys that show it. TrainingArguments write train_batch_size too, and so come before DeepSpeed."""
-
-KINDS = tuple(_MARKS)
-
-
 def import_file(args: argparse.Namespace) -> int:
-    """Prints the report to stderr, and the run's JSON to stdout or to `--out`.
+    """Prints the report to stderr, and the run's JSON to stdout or to `--out`; `-` is stdin.
 
     Returns:
         2 where the outcome breaks a rule, which is then told beneath the report, and nothing is written; else 0.
 
     Raises:
-        ConfigError: The file cannot be read or is of no known kind, or `--out` exists or cannot be written.
+        ConfigError: The file cannot be read or is not of its kind, or `--out` exists or cannot be written.
     """
-    path, out = Path(args.config), Path(args.out) if args.out else None
+    path, out = Path("/dev/stdin" if args.config == "-" else args.config), Path(args.out) if args.out else None
     if out is not None and out.exists():
         raise ConfigError(f"{out} exists", "an import overwrites nothing", f"remove {out} or name another file")
-    native = load_native(path)
-    found = _imported(native, args.kind or _kind(native, path), path)
-    print(report(found), file=sys.stderr)
-    loaded = read_config(found.tree)
+    found = _imported(load_native(path), args.kind, path)
+    width = shutil.get_terminal_size().columns if sys.stderr.isatty() else None
+    print(report(found, width), file=sys.stderr)
+    led_from = {ours: f"{line.key} of {path.name}" for line in found.lines for ours in line.ours}
+    loaded = read_config(found.tree, made_from=led_from)
     if loaded.errors:
-        print("", *loaded.errors, sep="\n\n", file=sys.stderr)
-        print("\nNothing was written: change these keys in the file that is imported.", file=sys.stderr)
+        print("", *loaded.errors, _to_change(found, loaded.errors, path), sep="\n\n", file=sys.stderr)
         return 2
     text = json.dumps(loaded.config.model_dump(mode="json", by_alias=True, exclude_unset=True), indent=2)
     if open_keys := [key for key in ("model.path", "data.train") if value(loaded.config, key) is None]:
@@ -59,6 +52,15 @@ def import_file(args: argparse.Namespace) -> int:
     return 0
 
 
+def _to_change(found: Imported, errors: Sequence[ConfigError], path: Path) -> str:
+    """The file's own keys that led to the keys in the errors."""
+    named = set(re.findall(r"[\w.]+\w", "\n".join(map(str, errors))))
+    led = {line.key: [key for key in line.ours if key in named] for line in found.lines}
+    keys = [f"{key} (-> {', '.join(ours)})" for key, ours in led.items() if ours]
+    what = f"in {path} change {', '.join(keys)}" if keys else f"change {path}"
+    return f"Nothing was written: {what}."
+
+
 def _write(out: Path, text: str) -> None:
     try:
         out.write_text(f"{text}\n", encoding="utf-8")
@@ -68,23 +70,32 @@ def _write(out: Path, text: str) -> None:
         ) from None
 
 
-def _imported(native: Mapping[str, Any], kind: str, path: Path) -> Imported:
+def _imported(native: Mapping[str, Any], asked: str | None, path: Path) -> Imported:
+    """The import of a file of the kind that was asked for, or that its keys show."""
+    shown = kind_of(native, asked)
+    kind = asked or shown
+    if kind is None or shown not in (None, kind):
+        raise _not_of_kind(native, kind, shown, path)
     match kind:
         case "deepspeed":
-            return from_deepspeed(native)
+            found = from_deepspeed(native)
         case "accelerate":
-            return from_accelerate(native, path.parent)
+            found = from_accelerate(native, path.parent)
         case _:
-            return from_hf(native)
+            found = from_hf(native)
+    if shown is None and all(line.fate == "dropped" or line.value is None for line in found.lines):
+        raise _not_of_kind(native, kind, shown, path)
+    return found
 
 
-def _kind(native: Mapping[str, Any], path: Path) -> str:
-    for kind, marks in _MARKS.items():
-        if any(mark in native for mark in marks):
-            return kind
-    raise ConfigError(
-        f"{path} has the keys {', '.join(map(str, list(native)[:6]))}" if native else f"{path} is empty",
+def _not_of_kind(native: Mapping[str, Any], kind: str | None, shown: str | None, path: Path) -> ConfigError:
+    found = f"{path} has the keys {', '.join(map(str, list(native)[:6]))}"
+    rule = (
         "a DeepSpeed JSON has zero_optimization or a batch size, an accelerate YAML distributed_type, and "
-        "TrainingArguments output_dir or learning_rate",
-        f"say which it is: --from {', '.join(KINDS)}",
+        "TrainingArguments output_dir or learning_rate"
     )
+    if kind is None:
+        return ConfigError(found, rule, f"say which it is: --from {', '.join(NAMES)}")
+    if shown is None:
+        return ConfigError(f"{found}, of which {NAMES[kind]} has none", rule, "give the path of one")
+    return ConfigError(f"{found} and looks like {NAMES[shown]}, not {NAMES[kind]}", rule, f"use --from {shown}")

@@ -10,6 +10,9 @@ from ds_trainer.config.keys import assign
 
 Fate = Literal["carried", "changed", "dropped"]
 
+LAUNCHERS = "give them to `ds-trainer train --nproc`, torchrun or accelerate launch"
+"""Note of a key that says where ranks are started, and nothing about the training."""
+
 
 @dataclass(frozen=True)
 class Line:

@@ -7,7 +7,6 @@ twice on the command line, a DeepSpeed JSON against `native.deepspeed`) are refu
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -18,15 +17,15 @@ from typing import Any, get_args
 
 from pydantic import ValidationError
 
-from ds_trainer.config.keys import assign, flatten, leaf_fields, nearest, suggestion
+from ds_trainer.config.foreign import NAMES, kind_of, kind_of_file
+from ds_trainer.config.keys import assign, flatten, leaf_fields, nearest, sections, suggestion
 from ds_trainer.config.rules import check_config
 from ds_trainer.config.schema import RunConfig
+from ds_trainer.config.text_files import TextFault, parse_json, read_text
 from ds_trainer.errors import ConfigError, ConfigErrors
 
 Source = str | Path | Mapping[str, Any] | RunConfig
 
-MAX_DEPTH = 32
-MAX_DIGITS = 400
 _TYPE_OF_ERROR: dict[str, tuple[type, ...]] = {"int_type": (int,), "float_type": (int, float), "bool_type": (bool,)}
 
 
@@ -102,7 +101,30 @@ def _read(source: Source) -> tuple[str, dict[str, Any]]:
         return "RunConfig", source.model_dump(mode="json", by_alias=True, exclude_unset=True)
     if isinstance(source, Mapping):
         return "config", deepcopy(dict(source))
-    return str(source), load_json(source)
+    return str(source), _load_run(Path(source))
+
+
+def _load_run(path: Path) -> dict[str, Any]:
+    """As `load_json`, but says so where the file is another tool's."""
+    try:
+        raw = load_json(path)
+    except ConfigError:
+        if kind := kind_of_file(path):
+            raise _not_ours(path, kind) from None
+        raise
+    kind = kind_of(raw)
+    # DeepSpeed has an optimizer section too.
+    if kind and not raw.keys() & set(sections()) - {"optimizer"}:
+        raise _not_ours(path, kind)
+    return raw
+
+
+def _not_ours(path: Path, kind: str) -> ConfigError:
+    return ConfigError(
+        f"{path} looks like {NAMES[kind]}",
+        "a run's JSON has sections such as model, data and optimizer",
+        f"ds-trainer config import {path} makes a run's JSON of it",
+    )
 
 
 def load_json(path: str | Path) -> dict[str, Any]:
@@ -113,94 +135,20 @@ def load_json(path: str | Path) -> dict[str, Any]:
     Raises:
         ConfigError: No such file, or not a JSON object; with line and column.
     """
+    text = read_text(Path(path))
     try:
-        text = Path(path).read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise ConfigError(
-            f"{path}: {error.strerror}", "a config is a readable JSON file", "give the path of one"
-        ) from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(
-            f"{path} is not UTF-8 text: byte {error.object[error.start]:#04x} at position {error.start}",
-            "a config is JSON in UTF-8",
-            f"save {path} as UTF-8",
-        ) from None
-    try:
-        raw = _parse_json(text)
+        raw = parse_json(text)
     except json.JSONDecodeError as error:
         raise ConfigError(
             f"{path}, line {error.lineno}, column {error.colno}: {error.msg}",
             "a config is strict JSON: double quotes, no comments, no trailing comma",
             f"mend line {error.lineno} of {path}",
         ) from None
-    except _JsonFault as fault:
-        raise ConfigError(f"{path}: {fault}", fault.rule, fault.change) from None
+    except TextFault as fault:
+        raise fault.error(path) from None
     if not isinstance(raw, dict):
         raise ConfigError(f"{path} holds {_kind(raw)}", "a config is a JSON object", f"write {{...}} into {path}")
     return raw
-
-
-class _JsonFault(ValueError):
-    """Text that Python's JSON reader would accept and we do not."""
-
-    def __init__(self, found: str, rule: str, change: str) -> None:
-        super().__init__(found)
-        self.rule, self.change = rule, change
-
-
-def _parse_json(text: str) -> Any:
-    try:
-        tree = json.loads(
-            text,
-            object_pairs_hook=_unique_keys,
-            parse_constant=_refuse_constant,
-            parse_float=_integer_if_exponent,
-            parse_int=_short_integer,
-        )
-    except RecursionError:
-        raise _too_deep() from None
-    level = [tree]
-    for _ in range(MAX_DEPTH):
-        level = [child for node in level for child in _children(node)]
-    if level:
-        raise _too_deep()
-    return tree
-
-
-def _children(node: Any) -> Iterable[Any]:
-    return node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
-
-
-def _too_deep() -> _JsonFault:
-    rule = f"a config nests objects and lists at most {MAX_DEPTH} deep"
-    return _JsonFault(f"JSON nested more than {MAX_DEPTH} deep", rule, "remove the superfluous brackets")
-
-
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result: dict[str, Any] = {}
-    for key, item in pairs:
-        if key in result:
-            raise _JsonFault(f"{key} stands twice in one object", "a key is set once", f"remove one {key}")
-        result[key] = item
-    return result
-
-
-def _refuse_constant(text: str) -> float:
-    raise _JsonFault(f"{text} is not a number", "JSON knows finite numbers only", f"replace {text}")
-
-
-def _short_integer(text: str) -> int:
-    if len(text) > MAX_DIGITS:
-        raise _JsonFault(f"an integer of {len(text)} digits", f"a number has at most {MAX_DIGITS} digits", "shorten it")
-    return int(text)
-
-
-def _integer_if_exponent(text: str) -> int | float:
-    number = float(text)
-    if math.isinf(number):
-        raise _JsonFault(f"{text} is too large a number", "a number is at most 1.8e308", f"replace {text}")
-    is_count = "e" in text.lower() and number.is_integer() and abs(number) < 2**63
-    return int(number) if is_count else number
 
 
 def merge_native(raw: Mapping[str, Any], path: str | Path, name: str = "config") -> dict[str, Any]:
@@ -261,11 +209,11 @@ def _parse_override(text: str) -> dict[str, Any]:
     if not equals or not all(key.split(".")):
         raise ConfigError(f"--set {text}", "an override reads key=value", "write for example --set optimizer.lr=1e-5")
     try:
-        item = _parse_json(value)
+        item = parse_json(value)
     except json.JSONDecodeError:
         item = value
-    except _JsonFault as fault:
-        raise ConfigError(f"--set {text}: {fault}", fault.rule, fault.change) from None
+    except TextFault as fault:
+        raise fault.error(f"--set {text}") from None
     return flatten({key: item})
 
 

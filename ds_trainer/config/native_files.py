@@ -1,81 +1,147 @@
-"""Reading the config files of other tools as those tools do: DeepSpeed's Hjson, accelerate's YAML. Pure."""
+"""Reading the config files of other tools as those tools do: DeepSpeed's Hjson, accelerate's YAML. Pure.
+
+What a file is written in shows in its text, whatever its name: JSON and Hjson are in braces, other text is YAML.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+import math
+import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import hjson
 import yaml
 
+from ds_trainer.config.text_files import (
+    TextFault,
+    check_nesting,
+    integer_if_exponent,
+    parse_json,
+    read_text,
+    short_integer,
+    too_deep,
+    twice,
+    unique_keys,
+)
 from ds_trainer.errors import ConfigError
 
-YAML_SUFFIXES = (".yaml", ".yml")
+_IN_BRACES = re.compile(r"(\s|//.*|#.*|/\*(.|\n)*?\*/)*[\[{]")
+"""The first bracket, after comments."""
 
 
 def load_native(path: Path) -> dict[str, Any]:
-    """Reads YAML by its suffix, and anything else as DeepSpeed does: JSON with comments and trailing commas.
+    """Reads JSON, JSON with comments and trailing commas as DeepSpeed takes it, and YAML.
 
     Raises:
-        ConfigError: No such file, not of its format, or no mapping; with line and column.
+        ConfigError: No such file, neither of these, or no mapping; with line and column where there is one.
     """
-    is_yaml = path.suffix.lower() in YAML_SUFFIXES
-    kind, parse = ("YAML", _parse_yaml) if is_yaml else ("JSON", _parse_hjson)
-    tree = parse(_text(path), path)
+    text = read_text(path)
+    if not text.strip():
+        raise _no_keys(path, "is empty")
+    try:
+        tree = _parse(text, path)
+    except TextFault as fault:
+        raise fault.error(path) from None
     if not isinstance(tree, dict):
-        raise ConfigError(
-            f"{path} holds no keys: {str(tree)[:40]!r}",
-            f"a config in {kind} is a mapping of keys to values",
-            "give the path of a config",
-        )
+        raise _no_keys(path, f"holds no keys, but {_shown(tree)}")
+    if not tree:
+        raise _no_keys(path, "holds no keys")
     return tree
 
 
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise ConfigError(
-            f"{path}: {error.strerror}", "an import reads a config file", "give the path of a readable one"
-        ) from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(
-            f"{path} is not UTF-8 text: byte {error.object[error.start]:#04x} at position {error.start}",
-            "a config is text in UTF-8",
-            f"save {path} as UTF-8",
-        ) from None
+def _no_keys(path: Path, found: str) -> ConfigError:
+    return ConfigError(
+        f"{path} {found}", "a config is a mapping of keys to values, by which it is known", "give the path of a config"
+    )
 
 
-def _parse_hjson(text: str, path: Path) -> Any:
+def _shown(tree: Any) -> str:
+    return "a list" if isinstance(tree, list) else "null" if tree is None else repr(str(tree)[:40])
+
+
+def _parse(text: str, path: Path) -> Any:
     try:
-        return hjson.loads(text, object_pairs_hook=_unique(path))
+        return parse_json(text)
+    except json.JSONDecodeError as error:
+        if not _IN_BRACES.match(text):
+            return _parse_yaml(text, path)
+        return _parse_hjson(text, path, error)
+
+
+def _parse_hjson(text: str, path: Path, strict: json.JSONDecodeError) -> Any:
+    """Parses JSON with comments; `strict` is what was wrong with it as JSON."""
+    try:
+        tree = hjson.loads(
+            text, object_pairs_hook=unique_keys, parse_float=integer_if_exponent, parse_int=short_integer
+        )
+    except RecursionError:
+        raise too_deep() from None
     except hjson.HjsonDecodeError as error:
+        as_json = f"line {strict.lineno}, column {strict.colno}: {strict.msg}"
+        # Hjson takes anything up to the end of a line for a string, and so notices at the end of the file only.
+        place = f"{path} ends too early; as plain JSON it is wrong in {as_json}"
+        if "(eof)" not in error.msg:
+            place = f"{path}, line {error.lineno}, column {error.colno}: {error.msg}"
         raise ConfigError(
-            f"{path}, line {error.lineno}, column {error.colno}: {error.msg}",
-            "a DeepSpeed config is JSON, with comments at most",
-            f"mend line {error.lineno} of {path}",
+            place, "a DeepSpeed config is JSON, with comments at most", "mend the comma, quote or bracket there"
         ) from None
+    check_nesting(tree)
+    return tree
 
 
-def _unique(path: Path) -> Callable[[list[tuple[str, Any]]], dict[str, Any]]:
-    def build(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        names = [name for name, _ in pairs]
-        if twice := next((name for name in names if names.count(name) > 1), None):
-            raise ConfigError(
-                f"{twice} stands twice in one object of {path}", "a key is set once", f"remove one {twice}"
-            )
-        return dict(pairs)
+class _Loader(yaml.SafeLoader):
+    """YAML of plain values, without what JSON has not: keys that stand twice, and infinity."""
 
-    return build
+    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        if name := next((name for name in names if names.count(name) > 1), None):
+            raise twice(name)
+        return node
+
+    def construct_yaml_float(self, node: yaml.ScalarNode) -> float:
+        number = super().construct_yaml_float(node)
+        if not math.isfinite(number):
+            raise TextFault(f"{node.value} is no finite number", "a config has finite numbers", f"replace {node.value}")
+        return number
+
+
+_Loader.add_constructor("tag:yaml.org,2002:float", _Loader.construct_yaml_float)
 
 
 def _parse_yaml(text: str, path: Path) -> Any:
     try:
-        return yaml.safe_load(text)
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        # Before anything is built: a merge of aliases of aliases would grow while it is.
+        check_nesting(node, _yaml_children)
+        return None if node is None else loader.construct_document(node)
+    except RecursionError:
+        raise too_deep() from None
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        raise ConfigError(
-            f"{path}{place}: {error.problem}", "an accelerate config is YAML of plain values", f"mend {path}"
-        ) from None
+        raise _bad_yaml(f"{path}{place}: {error.problem}") from None
+    except yaml.reader.ReaderError as error:
+        raise _bad_yaml(f"{path}: {error.reason} at position {error.position}") from None
+    except TextFault:
+        raise
+    except ValueError as error:  # what looks like a date or an integer, and is none
+        raise _bad_yaml(f"{path}: {error}") from None
+
+
+def _yaml_children(node: yaml.Node | None) -> Iterable[yaml.Node]:
+    match node:
+        case yaml.MappingNode():
+            return (part for pair in node.value for part in pair)
+        case yaml.SequenceNode():
+            return node.value
+        case _:
+            return ()
+
+
+def _bad_yaml(found: str) -> ConfigError:
+    return ConfigError(found, "text that is not in braces is read as YAML of plain values", "mend it there")

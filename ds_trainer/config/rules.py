@@ -70,10 +70,19 @@ def _refused_by_engine(config: RunConfig, asked: Asked) -> Iterator[ConfigError]
         entry = coverage(key, engine)
         if entry.status == "refused" and asked(key) and value(config, key) not in entry.already:
             yield ConfigError(
-                f"{asked.says(key)} with parallel.engine {config.parallel.engine!r}",
+                f"{asked.says(key)} with parallel.engine {_engine_in_words(config)}",
                 entry.note,
-                f"remove {key} or change parallel.engine",
+                f"remove {key} or change {_chooses_engine(config)}",
             )
+
+
+def _engine_in_words(config: RunConfig) -> str:
+    over = f" over {config.accelerate.backend}" if config.parallel.engine == "accelerate" else ""
+    return f"{config.parallel.engine!r}{over}"
+
+
+def _chooses_engine(config: RunConfig) -> str:
+    return "accelerate.backend" if config.parallel.engine == "accelerate" else "parallel.engine"
 
 
 def _zero(config: RunConfig, asked: Asked) -> Iterator[ConfigError]:

@@ -215,7 +215,7 @@ class FSDPConfig(Section):
     """PyTorch FSDP2; keys named as the arguments of `fully_shard` and of accelerate's FSDP plugin."""
 
     reshard_after_forward: bool | Annotated[int, Field(gt=1, le=10**6)] | None = None
-    """Free gathered parameters after forward; a number: keep them cut over so many ranks. None: `zero.stage`."""
+    """Free gathered parameters after forward; a number: cut them over so many ranks. None: `zero.stage`'s, or true."""
     cpu_offload: bool | None = None
     """Keep parameters, gradients and optimizer states on the host, where the optimizer runs; None: `zero.offload_*`."""
     pin_memory: bool | None = None
@@ -223,7 +223,7 @@ class FSDPConfig(Section):
     buffer_dtype: Literal["fp32", "bf16", "fp16"] | None = None
     """Format of floating-point buffers; None: as the model makes them, which rotary frequencies need."""
     auto_wrap_policy: Literal["transformer_based_wrap", "size_based_wrap", "no_wrap"] | None = None
-    """What is gathered at once: a block, modules of `min_num_params`, or all; None: blocks where the model has them."""
+    """What is gathered at once: a block, modules of `min_num_params`, or all; None: by the keys below, or blocks."""
     transformer_layer_cls_to_wrap: Annotated[tuple[Name, ...], Field(min_length=1)] | None = None
     """Classes of the blocks (`transformer_based_wrap`); None: those that transformers says are not to be split."""
     min_num_params: Elements | None = None

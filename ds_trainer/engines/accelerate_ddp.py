@@ -66,3 +66,4 @@ class AccelerateDDPEngine(DDPEngine):
         """Gives the model back as it was: without accelerate's autocast, and without the mark of being prepared."""
         self.accelerator.unwrap_model(self.module, keep_fp32_wrapper=False)
         vars(self._model).pop("_is_accelerate_prepared", None)
+        super().close()

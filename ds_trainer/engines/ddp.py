@@ -22,7 +22,7 @@ from ds_trainer.engines.state import MASTER, State, entry, live
 from ds_trainer.engines.step import clipped_step
 from ds_trainer.errors import EngineError, ModelError
 from ds_trainer.layout import ParameterSlice
-from ds_trainer.mesh.mesh import Mesh
+from ds_trainer.mesh.mesh import Mesh, release_at_exit
 from ds_trainer.models.source import WeightSource
 from ds_trainer.models.weights import load_full
 
@@ -71,6 +71,7 @@ class DDPEngine:
         """Wraps the model and builds the optimizer on its parameters."""
         self._optimizer = make_optimizer(self._trained())
         self._wrap_model()
+        release_at_exit(self.close)
 
     def _wrap_model(self) -> None:
         sync_buffers: dict[str, Any] = {_SYNC_BUFFERS: False}  # They are the same everywhere, and nothing updates them.
@@ -253,4 +254,7 @@ class DDPEngine:
         return dist.get_world_size(self.module.process_group)
 
     def close(self) -> None:
-        """Nothing is held outside Python's memory."""
+        """Removes DDP's hooks from the model, which another engine may wrap then, and lets go of its process group."""
+        if isinstance(getattr(self, "module", None), DistributedDataParallel):
+            self.module._remove_autograd_hooks()
+            self.module = self._model

@@ -52,8 +52,8 @@ def _to_meta(parameters: dict[str, nn.Parameter]) -> None:
         if not parameter.dim():
             raise ConfigError(
                 f"{name} is a scalar",
-                "FSDP2 cuts parameters by rows, which a scalar has none of",
-                "give it the shape (1,), or set parallel.engine to ddp",
+                "FSDP2 cuts parameters by rows, and a scalar has no row",
+                "give it the shape (1,), or set parallel.engine to ddp or deepspeed",
             )
         dtype = torch.float32 if parameter.is_floating_point() else parameter.dtype
         empty = torch.empty(parameter.shape, dtype=dtype, device="meta")

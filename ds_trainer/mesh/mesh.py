@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakMethod
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ from ds_trainer.mesh.status import DEFAULTS, Timeouts
 _MARGIN_S = 60.0
 """The group's own timeout comes later than the monitor's, whose text names who did not come."""
 
+_holders: list[WeakMethod] = []
 _hosts: WeakKeyDictionary[dist.ProcessGroup, tuple[dist.ProcessGroup, Monitor]] = WeakKeyDictionary()
 """Of each default group its twin on the host and its monitor: one of each, however many trainers a program makes."""
 
@@ -140,5 +142,22 @@ def _join(grid: Grid, device: torch.device, timeout: timedelta) -> None:
 
 def _leave_at_exit() -> None:
     """Ends gloo's threads: left to the interpreter's end they abort some finished processes with exit code 134."""
-    pid = os.getpid()
-    atexit.register(lambda: dist.destroy_process_group() if os.getpid() == pid and dist.is_initialized() else None)
+    atexit.register(_leave, os.getpid())
+
+
+def release_at_exit(release: Callable[[], None]) -> None:
+    """Calls a bound method when the process ends, if its object still lives then: what holds on to the group lets go.
+
+    DDP's reducer does, and the threads of a group that somebody holds do not end with it.
+    """
+    _holders.append(WeakMethod(release))
+
+
+def _leave(pid: int) -> None:
+    if os.getpid() != pid or not dist.is_initialized():
+        return
+    for holder in _holders:
+        if (release := holder()) is not None:
+            release()
+    gc.collect()  # What has let go lies in cycles of references.
+    dist.destroy_process_group()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 
+from ds_trainer.config.schema import RunConfig
 from ds_trainer.errors import ConfigError
 from ds_trainer.metrics import EvalMetrics
 
@@ -23,6 +25,27 @@ def metric_value(metrics: EvalMetrics, name: str) -> float:
             "set evaluation.metric_for_best_model to one of those, or return it from compute_metrics",
         )
     return given[key]
+
+
+def require_evaluations(config: RunConfig, has_data: bool) -> None:
+    """Refuses to look for the best model where nothing is evaluated.
+
+    Raises:
+        ConfigError: There is no evaluation data, and a key needs it.
+    """
+    evaluation = config.evaluation
+    needing = {
+        "checkpoint.load_best_model_at_end": config.checkpoint.load_best_model_at_end,
+        "evaluation.early_stopping_patience": evaluation.early_stopping_patience,
+        "evaluation.metric_for_best_model": evaluation.metric_for_best_model,
+    }
+    for key, value in needing.items():
+        if value and not has_data:
+            raise ConfigError(
+                f"{key} is {json.dumps(value)}, and there is no evaluation data",
+                "the best model is found among the evaluations",
+                f"set data.eval, pass Trainer(eval_dataset=...), or remove {key}",
+            )
 
 
 def is_better(value: float, best: float | None, greater_is_better: bool, threshold: float = 0.0) -> bool:

@@ -22,6 +22,7 @@ from ds_trainer.errors import CheckpointError
 from ds_trainer.executors.accumulate import to_device
 from ds_trainer.log import rank
 from ds_trainer.mesh.agree import agreed
+from ds_trainer.models.buffers import persistent_buffers
 from ds_trainer.saving.resume import describe_layout
 
 _BUFFER, _ENGINE = "buffer.", "engine."
@@ -41,7 +42,7 @@ def save_checkpoint(run: Run, output_dir: Path, step: int, state: Mapping[str, A
     """
     engine = run.engine
     tensors, rng = rng_state()
-    tensors |= {_BUFFER + name: buffer for name, buffer in _persistent_buffers(run.model)}
+    tensors |= {_BUFFER + name: buffer for name, buffer in persistent_buffers(run.model)}
     tensors |= {_ENGINE + name: tensor for name, tensor in engine.rank_state().items()}
     mine = RankState({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, {"rng": rng})
     layout = engine.parameter_layout()
@@ -86,7 +87,7 @@ def load_checkpoint(run: Run, checkpoint: Checkpoint, state: Mapping[str, Any]) 
     run.engine.load_counters(state["counters"])
     buffers = _below(mine.tensors, _BUFFER)
     with torch.no_grad():
-        for name, buffer in _persistent_buffers(run.model):
+        for name, buffer in persistent_buffers(run.model):
             buffer.copy_(buffers[name])
     return mine
 
@@ -132,11 +133,6 @@ def _write_state(engine: Engine, stored: StoredState) -> None:
                     "resuming makes the optimizer's states in such a step, which must leave the weights alone",
                     "use an optimizer whose update is proportional to lr",
                 )
-
-
-def _persistent_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    persistent = model.state_dict().keys()
-    return ((name, buffer) for name, buffer in model.named_buffers() if name in persistent)
 
 
 def _below(tensors: Mapping[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:

@@ -75,7 +75,9 @@ def test_offload_is_zeros_two_offloads_together_and_pins_memory_with_a_gpu_only(
         ({"zero": BOTH, "fsdp": {"cpu_offload": False}}, ["remove fsdp.cpu_offload"]),
         ({"zero": {"stage": 3, "zero_quantized_weights": True}}, ["remove zero.zero_quantized_weights"]),
         ({"fsdp": {"pin_memory": True}}, ["fsdp.cpu_offload"]),
-        ({"fsdp": {"min_num_params": 5}}, ["size_based_wrap"]),
+        ({"fsdp": {"min_num_params": 5, "auto_wrap_policy": "no_wrap"}}, ["size_based_wrap"]),
+        ({"fsdp": {"min_num_params": 5, "transformer_layer_cls_to_wrap": ["Block"]}}, ["remove one"]),
+        ({"fsdp": {"cpu_offload": True}, "zero": {"offload_param": {"device": "none"}}}, ["remove fsdp.cpu_offload"]),
         ({"fsdp": {"auto_wrap_policy": "no_wrap", "prefetch_depth": 2}}, ["remove one"]),
         ({"precision": {"dtype": "bf16", "grad_dtype": "bf16", "communication_data_type": "fp32"}}, ["same format"]),
         ({"optimizer": {"name": "adafactor"}}, ["parallel.engine to ddp"]),
@@ -104,6 +106,17 @@ def test_a_layout_that_the_ranks_do_not_allow_names_those_that_work(sections, ch
     with pytest.raises(ConfigErrors) as caught:
         resolved(**sections)
     assert any(change in error.change for error in caught.value.errors)
+
+
+@pytest.mark.parametrize(
+    "key, value, policy",
+    [
+        ("min_num_params", 5, "size_based_wrap"),
+        ("transformer_layer_cls_to_wrap", ["Block"], "transformer_based_wrap"),
+    ],
+)
+def test_a_key_of_a_policy_chooses_it(key, value, policy):
+    assert resolved(fsdp={key: value}).config.fsdp.auto_wrap_policy == policy
 
 
 def test_buckets_have_no_effect_and_are_warned_of():

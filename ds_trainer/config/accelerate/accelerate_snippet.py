@@ -9,6 +9,7 @@ from typing import Any
 
 from ds_trainer.config.accelerate.accelerate_notes import script_notes
 from ds_trainer.config.accelerate.to_accelerate import accelerate_arguments
+from ds_trainer.config.deepspeed.to_deepspeed import gathering_on_save
 from ds_trainer.config.resolved import ResolvedConfig
 from ds_trainer.config.torch.to_torch import fsdp2_arguments
 
@@ -23,7 +24,8 @@ def accelerate_snippet(resolved: ResolvedConfig) -> str:
     imports, handlers, native = ["from accelerate import Accelerator"], [], ""
     if arguments.deepspeed is not None:
         imports.append("from accelerate.utils import DeepSpeedPlugin")
-        native = f"DEEPSPEED = {pformat(arguments.deepspeed['hf_ds_config'], width=_WIDTH, sort_dicts=False)}\n\n\n"
+        saving = gathering_on_save(arguments.deepspeed["hf_ds_config"])
+        native = f"DEEPSPEED = {pformat(saving, width=_WIDTH, sort_dicts=False)}\n\n\n"
         plugin = _literals(arguments.deepspeed) | {"hf_ds_config": "DEEPSPEED"}
         options["deepspeed_plugin"] = _call("DeepSpeedPlugin", plugin)
     if arguments.fsdp is not None:

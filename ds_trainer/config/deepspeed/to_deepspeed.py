@@ -52,6 +52,13 @@ def to_deepspeed(resolved: ResolvedConfig, standalone: bool = False) -> dict[str
     return _merge(native, resolved)
 
 
+def gathering_on_save(native: dict[str, Any]) -> dict[str, Any]:
+    """The native config for trainers that save through DeepSpeed, which at stage 3 saves no weights unless told to."""
+    zero = native["zero_optimization"]
+    gather = {"stage3_gather_16bit_weights_on_model_save": True} if zero["stage"] == 3 else {}
+    return native | {"zero_optimization": zero | gather}
+
+
 def standalone_notes(config: RunConfig) -> list[str]:
     """What a file for DeepSpeed alone cannot say, one line each."""
     notes = ["loss: DeepSpeed averages over ranks and micro-batches; ds_trainer divides by all label tokens of a step"]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -26,31 +27,40 @@ from ds_trainer.config.hf.from_hf_training import (
     carry_schedule,
 )
 from ds_trainer.config.hf.hf_given import HFImport
-from ds_trainer.config.hf.hf_keys import FIELDS, SAME
-from ds_trainer.config.imported import Imported
+from ds_trainer.config.hf.hf_keys import FIELDS, RENAMED, SAME
+from ds_trainer.config.imported import Imported, Line
 from ds_trainer.config.keys import assign, default, flatten
 from ds_trainer.config.native_files import load_native
 from ds_trainer.errors import ConfigError, ConfigErrors
 
 _WITH_OTHERS = {
     *("activation_checkpointing", "gradient_checkpointing", "logging_steps", "eval_steps", "save_steps"),
-    *("save_total_limit", "resume_from_checkpoint"),
+    *("save_total_limit", "load_best_model_at_end", "resume_from_checkpoint"),
 }
 """Fields with a key of their own whose value depends on other fields."""
 
 _DEEPSPEED = "deepspeed: "
 
+_WORDS = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2", "offload", "auto_wrap")
+"""What `fsdp` may hold as text: FSDP1's strategies, and two switches."""
 
-def from_hf(arguments: Mapping[str, Any]) -> Imported:
-    """The unified JSON of `TrainingArguments`, with one line for each field that is not at its default.
+_HYBRID = "one copy of the model on each machine: their number is parallelism_config.dp_replicate_size, or 1"
+
+
+def from_hf(arguments: Mapping[str, Any], steps_per_epoch: int | None = None, folder: Path = Path()) -> Imported:
+    """The unified JSON of `TrainingArguments`, with one line for each field that is written.
 
     Args:
-        arguments: Field -> value, as in `TrainingArguments.to_dict()`; fields may be left out.
+        arguments: Field -> value, as in `TrainingArguments.to_dict()`; one that is left out or null has its default.
+        steps_per_epoch: Optimizer steps of one pass over the training data; None where the data is not known. What
+            is asked for once per epoch then has no number of steps, and the report says how to count them.
+        folder: Where files that fields name are looked for, before the working directory.
 
     Raises:
-        ConfigErrors: A file that a field names cannot be read, or the DeepSpeed JSON contradicts the fields.
+        ConfigErrors: A value of a wrong type, or a DeepSpeed JSON that contradicts the fields.
+        ConfigError: A file that a field names cannot be read; bf16 and fp16 together; an unknown word in fsdp.
     """
-    given = HFImport(arguments)
+    given = HFImport(arguments, steps_per_epoch, folder)
     native = _section(given, "deepspeed")
     has = {key.partition(".")[0] for key in flatten(native or {})}
     engine = "deepspeed" if native is not None else "fsdp2" if given["fsdp"] else "ddp"
@@ -72,11 +82,13 @@ def from_hf(arguments: Mapping[str, Any]) -> Imported:
     else:
         given.found.carry("deepspeed", None, {"parallel.engine": "ddp"}, "without DeepSpeed and FSDP it is DDP")
     if engine != "fsdp2":
+        given.drop("fsdp", "DeepSpeed takes its place" if given["fsdp"] else "it is off: nothing is lost")
         given.drop("fsdp_config", "without fsdp it is not read: nothing is lost")
     if "parallelism_config" in given.asked:
         for name, item in given["parallelism_config"].items():
             carry_parallelism(given.found, f"parallelism_config.{name}", item)
     _report_the_rest(given)
+    given.carry_defaults()
     return given.found
 
 
@@ -87,7 +99,7 @@ def _carry_same(given: HFImport, engine: str) -> None:
             continue
         if key.startswith("ddp.") and engine != "ddp":
             given.drop(name, f"it is about DDP, and this is {engine}: nothing is lost")
-        elif name in given.asked or usual not in (None, default(key)):
+        elif given.holds(name) or usual not in (None, default(key)):
             given.carry(name, {key: given[name]})
 
 
@@ -95,7 +107,9 @@ def _report_the_rest(given: HFImport) -> None:
     for name in given.asked:
         field = FIELDS.get(name)
         if field is None:
-            given.drop(name, "unknown: TrainingArguments of transformers 5.24 has no such field")
+            close = get_close_matches(name, [*FIELDS, *RENAMED], n=1)
+            meant = f"; did you mean {close[0]}?" if close else ""
+            given.drop(name, f"unknown: TrainingArguments of transformers 5.24 has no such field{meant}")
         elif field.why and field.anyway:
             given.carry(name, {}, field.why)
         elif field.why:
@@ -105,7 +119,10 @@ def _report_the_rest(given: HFImport) -> None:
 def _section(given: HFImport, name: str) -> dict[str, Any] | None:
     """A field that holds a mapping or the path of a file with one; None where it is not set."""
     item = given[name]
-    return load_native(Path(item)) if isinstance(item, str) else item
+    if not isinstance(item, str):
+        return item or None
+    beside = given.folder / item
+    return load_native(beside if beside.exists() else Path(item))
 
 
 def _filled_in(native: dict[str, Any], given: HFImport) -> Imported:
@@ -181,25 +198,72 @@ def _contradictions(found: Imported, deepspeed: Imported) -> Iterator[ConfigErro
 
 
 def _carry_fsdp(given: HFImport) -> None:
-    """`fsdp` and `fsdp_config`, in accelerate's words."""
-    said: Any = given["fsdp"]
-    words = [] if said is True else said.split() if isinstance(said, str) else list(said)
-    section = {name.removeprefix("fsdp_"): item for name, item in (_section(given, "fsdp_config") or {}).items()}
-    version = section.setdefault("version", 2)
-    for word in words:
-        if word == "offload":
-            section.setdefault("cpu_offload", True)
-        elif word != "auto_wrap":
-            section.setdefault("reshard_after_forward", word if version == 1 else word == "full_shard")
+    """`fsdp` and `fsdp_config`, in accelerate's words.
+
+    Source: transformers 5.24, `TrainingArguments._process_fsdp_args`.
+    """
+    written = _section(given, "fsdp_config") or {}
+    in_file = {name.removeprefix("fsdp_"): (name, item) for name, item in written.items()}
+    section = {name: item for name, (_, item) in in_file.items()}
+    section.setdefault("version", 2)
+    by_words = _of_words(given["fsdp"], section["version"])
+    section = by_words | section
     section.setdefault("auto_wrap_policy", "TRANSFORMER_BASED_WRAP")
-    if not section.get("min_num_params"):  # Written there by transformers itself, as are the switches of XLA.
-        section.pop("min_num_params", None)
-    kept = {name: item for name, item in section.items() if item or not name.startswith("xla")}
-    native = {"fsdp_config": {_in_accelerate(name): item for name, item in kept.items()}}
+    # Written there by transformers itself, as are the switches of XLA.
+    idle = {name for name, item in section.items() if not item and (name == "min_num_params" or name[:3] == "xla")}
+    native = {"fsdp_config": {_in_accelerate(name): item for name, item in section.items() if name not in idle}}
     given.carry("fsdp", {"parallel.engine": fsdp_engine(native)}, "its keys follow")
-    for name, item in native["fsdp_config"].items():
-        carry_fsdp(given.found, native, f"fsdp_config.{name}", item)
+    before = len(given.found.lines)
+    for name, item in section.items():
+        if name in idle:
+            given.found.carry(f"fsdp_config.{in_file[name][0]}", item, {}, "off here too")
+        else:
+            carry_fsdp(given.found, native, f"fsdp_config.{_in_accelerate(name)}", item)
+            given.found.lines[-1] = _as_written(given.found.lines[-1], name, in_file, by_words)
     keep_fsdp_defaults(given.found, native)
+    hybrid = str(section.get("reshard_after_forward", "")).lower().startswith("hybrid")
+    given.found.lines[before:] = [
+        replace(line, fate="changed", note=_HYBRID) if hybrid and "parallel.dp_replicate" in line.ours else line
+        for line in given.found.lines[before:]
+    ]
+
+
+def _as_written(line: Line, name: str, in_file: Mapping[str, Any], by_words: Mapping[str, Any]) -> Line:
+    """The line under the key of the file; without a value where the file does not have it."""
+    if name in in_file:
+        return replace(line, key=f"fsdp_config.{in_file[name][0]}")
+    whence = f"by fsdp: {line.value}" if name in by_words else f"transformers' default: {line.value}"
+    return replace(line, value=None, note="; ".join(filter(None, (whence, line.note))))
+
+
+def _of_words(said: bool | str | list[str], version: int | str) -> dict[str, Any]:
+    """What the words of `fsdp` mean in `fsdp_config`.
+
+    Raises:
+        ConfigError: There is no such word, in this version of FSDP.
+    """
+    words = [] if said is True else said.split() if isinstance(said, str) else said
+    section: dict[str, Any] = {}
+    for word in words if isinstance(words, list) else [words]:
+        if word not in _WORDS:
+            raise ConfigError(
+                f"fsdp is {said!r}, with {word!r}",
+                f"it is true or false, or of the words {', '.join(_WORDS)}",
+                "set fsdp to true, and the rest in fsdp_config",
+            )
+        if word == "offload":
+            section["cpu_offload"] = True
+        elif str(version) == "1" and word != "auto_wrap":
+            section.setdefault("reshard_after_forward", word)
+        elif word in ("full_shard", "shard_grad_op"):
+            section.setdefault("reshard_after_forward", word == "full_shard")
+        elif word != "auto_wrap":
+            raise ConfigError(
+                f"fsdp is {said!r}, with fsdp_config.version {version}",
+                f"{word} is a word of FSDP1 alone",
+                "set fsdp to true and fsdp_config.reshard_after_forward, or fsdp_config.version to 1",
+            )
+    return section
 
 
 def _in_accelerate(name: str) -> str:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any, get_args
 
 from ds_trainer.config.hf.hf_given import HFImport
+from ds_trainer.config.keys import default
 from ds_trainer.config.schema import LoggingConfig
 
 _ALL = 10**9
 """As many checkpoints as a run can have."""
 
 _TRACKERS = get_args(get_args(LoggingConfig.model_fields["report_to"].annotation)[0])
-_NO_EPOCHS = "there is no such moment here"
 
 _ACCELERATOR = {
     "split_batches": (False, "per_device_train_batch_size is that of one rank here: divide it by the ranks"),
@@ -32,8 +33,11 @@ def carry_logging(given: HFImport) -> None:
     if strategy == "steps":
         _carry_steps(given, "logging_steps", "logging.every_steps")
     else:
-        given.drop("logging_strategy", f"{_NO_EPOCHS}: set logging.every_steps, which is 1 until you do")
         given.drop("logging_steps", f"logging_strategy is {strategy}: nothing is lost")
+    if strategy == "epoch":
+        _carry_epochs(given, "logging_strategy", "logging.every_steps")
+    elif strategy == "no":
+        given.drop("logging_strategy", f"metrics are always written: {_until('logging.every_steps')}")
     if "disable_tqdm" in given.asked:
         given.carry("disable_tqdm", {"logging.progress_bar": not given["disable_tqdm"]})
     if "report_to" in given.asked:
@@ -65,8 +69,7 @@ def carry_evaluation(given: HFImport) -> None:
             given.found.carry("eval_steps", None, {"evaluation.every_steps": int(given[field])}, note)
         return
     if strategy == "epoch":
-        note = f"{_NO_EPOCHS}: set evaluation.every_steps; until then it runs at the end"
-        given.carry("eval_strategy", {"evaluation.at_end": True}, note, changed=True)
+        _carry_epochs(given, "eval_strategy", "evaluation.every_steps", {"evaluation.at_end": True})
     else:
         given.carry("eval_strategy", {"evaluation.at_end": False})
     given.drop("eval_steps", f"eval_strategy is {strategy}: nothing is lost")
@@ -80,7 +83,7 @@ def carry_saving(given: HFImport) -> None:
     else:
         given.drop("save_steps", f"save_strategy is {strategy}: nothing is lost")
     if strategy == "epoch":
-        given.drop("save_strategy", f"{_NO_EPOCHS}: set checkpoint.every_steps, which is 500 until you do")
+        _carry_epochs(given, "save_strategy", "checkpoint.every_steps")
     elif strategy == "no":
         given.carry("save_strategy", {"checkpoint.every_steps": 0})
     elif strategy == "best":
@@ -88,6 +91,10 @@ def carry_saving(given: HFImport) -> None:
         ours = {"checkpoint.every_steps": 0, "evaluation.metric_for_best_model": metric}
         given.carry("save_strategy", ours)
     limit, best = given["save_total_limit"], bool(given["load_best_model_at_end"])
+    if best:
+        few = given["eval_strategy"] == "epoch" and given.steps_per_epoch is None
+        note = "until evaluation.every_steps is set, the model of the end is the only one to choose from" if few else ""
+        given.carry("load_best_model_at_end", {"checkpoint.load_best_model_at_end": True}, note, changed=few)
     if limit is None or limit <= 0:
         given.carry("save_total_limit", {"checkpoint.keep_last": _ALL}, "transformers keeps every checkpoint")
     else:
@@ -98,13 +105,30 @@ def carry_saving(given: HFImport) -> None:
         given.carry("resume_from_checkpoint", {"checkpoint.resume": given["resume_from_checkpoint"]}, note, True)
 
 
+def _carry_epochs(given: HFImport, name: str, ours: str, more: Mapping[str, Any] | None = None) -> None:
+    """A strategy of once per epoch, as a number of steps where the data is known; `more` is set in any case."""
+    steps = given.steps_per_epoch
+    if steps is not None:
+        given.carry(name, {ours: steps, **(more or {})}, f"one epoch is {steps} steps")
+        return
+    size = f"{given['per_device_train_batch_size']} x {given['gradient_accumulation_steps']} x ranks"
+    note = f"an epoch is counted in steps here: set {ours} to ceil(samples / ({size})); {_until(ours)}"
+    kept = {} if default(ours) is None else {ours: default(ours)}
+    given.carry(name, {**kept, **(more or {})}, note, changed=True)
+
+
+def _until(ours: str) -> str:
+    steps = default(ours)
+    return "until then it is once, at the end" if steps is None else f"{ours} is {steps} until it is set"
+
+
 def _carry_steps(given: HFImport, name: str, ours: str) -> None:
     """A number of steps; below 1 it is a share of all steps."""
-    steps, total = given[name], given["max_steps"]
+    steps, total = given[name], given.total_steps
     if steps >= 1:
         given.carry(name, {ours: int(steps)})
-    elif total > 0:
-        given.carry(name, {ours: math.ceil(steps * total)}, f"{steps} of max_steps")
+    elif total is not None:
+        given.carry(name, {ours: math.ceil(steps * total)}, f"{steps} of {total} steps")
     else:
         given.drop(name, f"a share of all steps is known with run.max_steps only: set {ours}")
 
@@ -114,7 +138,7 @@ def carry_data(given: HFImport) -> None:
     strategy = given["train_sampling_strategy"]
     if strategy == "sequential":
         given.carry("train_sampling_strategy", {"data.shuffle": False})
-    else:
+    elif strategy != "random":
         given.drop("train_sampling_strategy", "samples are drawn at random, and not by length")
     if not given["dataloader_pin_memory"]:
         given.carry("dataloader_pin_memory", {"data.pin_memory": False})
@@ -128,8 +152,8 @@ def carry_data(given: HFImport) -> None:
 
 
 def _carry_accelerator_config(given: HFImport) -> None:
-    config: Any = given["accelerator_config"]
-    if not isinstance(config, dict):
+    config: Any = given["accelerator_config"] or {}
+    if isinstance(config, str):
         given.drop("accelerator_config", "ds_trainer reads its own data; the file is not read")
         return
     for name, item in config.items():

@@ -10,17 +10,22 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ds_trainer.config.hf.hf_given import HFImport
+from ds_trainer.errors import ConfigError
 
 Ours = dict[str, Any]
 
 _MOMENTS = ("adam_beta1", "adam_beta2")
 _STATES = "its states are fp32 here"
+_ADAFACTOR = (
+    "torch.optim.Adafactor multiplies the rate by the RMS of each tensor (some 0.02 for weights) and caps it at "
+    "1/sqrt(step), transformers' does neither: at the same learning_rate weights move far less, so raise it"
+)
 _OPTIMIZERS: dict[str, tuple[Ours, str]] = {
     "adamw_torch": ({"optimizer.name": "adamw", "optimizer.fused": False}, ""),
     "adamw_torch_fused": ({"optimizer.name": "adamw"}, ""),
     "lion_32bit": ({"optimizer.name": "lion"}, ""),
     "sgd": ({"optimizer.name": "sgd"}, ""),
-    "adafactor": ({"optimizer.name": "adafactor"}, "torch's Adafactor scales the rate by the size of the parameters"),
+    "adafactor": ({"optimizer.name": "adafactor"}, _ADAFACTOR),
     "adamw_8bit": ({"optimizer.name": "adamw"}, _STATES),
     "adamw_bnb_8bit": ({"optimizer.name": "adamw"}, _STATES),
     "adamw_torch_4bit": ({"optimizer.name": "adamw"}, _STATES),
@@ -131,8 +136,8 @@ def _cosine(given: HFImport, options: Mapping[str, Any]) -> tuple[Ours, str]:
 
 def _wsd(given: HFImport, options: Mapping[str, Any]) -> tuple[Ours, str]:
     ours: Ours = {"schedule.name": "wsd"}
-    total, notes = given["max_steps"], []
-    if total > 0:
+    total, notes = given.total_steps, []
+    if total is not None:
         # Rounded down: rounded up, the decay would begin a step earlier.
         ours["schedule.decay_ratio"] = math.floor(options["num_decay_steps"] / total * 1e12) / 1e12
     else:
@@ -173,12 +178,26 @@ def carry_length(given: HFImport) -> None:
         given.drop("num_train_epochs", "max_steps overrides it: nothing is lost")
         return
     given.drop("max_steps", "below 1 it says nothing: nothing is lost")
+    if epochs != int(epochs) and given.total_steps is not None:
+        given.carry("num_train_epochs", {"run.max_steps": given.total_steps}, "epochs are whole here")
+        return
     note = "" if epochs == int(epochs) else "epochs are whole here: set run.max_steps to end within one"
     given.carry("num_train_epochs", {"run.epochs": math.ceil(epochs)}, note, changed=bool(note))
 
 
 def carry_precision(given: HFImport, is_in_deepspeed: bool) -> None:
-    """`bf16` and `fp16`; with neither, transformers computes in the format in which the model was loaded."""
+    """`bf16` and `fp16`; with neither, transformers computes in the format in which the model was loaded.
+
+    Raises:
+        ConfigError: Both.
+    """
+    for one, other in (("bf16", "fp16"), ("bf16_full_eval", "fp16_full_eval")):
+        if given[one] and given[other]:
+            raise ConfigError(
+                f"{one} and {other} are both true",
+                "a run computes in one format, and TrainingArguments take one of them",
+                f"remove {one} or {other}",
+            )
     for field in ("bf16", "fp16"):
         if field in given.asked:
             given.carry(field, {"precision.dtype": field}, "over fp32 masters")
@@ -196,7 +215,7 @@ def carry_recomputing(given: HFImport) -> None:
     for options in ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"):
         if given[options] == {"use_reentrant": False}:
             given.carry(options, {}, "so it is here")
-        else:
+        elif given[options]:
             given.drop(options, "every layer is recomputed, without reentrance")
     compiles = {"model.compile": True}
     if given["torch_compile"]:

@@ -2,56 +2,118 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
-from ds_trainer.config.hf.hf_keys import FIELDS, RENAMED
+from ds_trainer.config.hf.hf_keys import FIELDS, RENAMED, SWITCHES
 from ds_trainer.config.imported import Imported
+from ds_trainer.errors import ConfigError, ConfigErrors
 
 _SAYS_NOTHING: tuple[Any, ...] = (None, "", [], {})
+
+_NUMBER = "a number (in YAML 1.0e-4: it takes 1e-4 for text)"
+_SECTIONS = {
+    **dict.fromkeys(("lr_scheduler_kwargs", "parallelism_config"), "a mapping"),
+    **dict.fromkeys(("deepspeed", "fsdp_config", "accelerator_config"), "a mapping, or the path of a file with one"),
+}
+"""Field that holds a mapping -> what it may hold."""
 
 
 class HFImport:
     """An import in the making.
 
     Args:
-        arguments: Field -> value; a field that is left out or at its default has that default.
+        arguments: Field -> value; a field that is left out or null has its default.
+        steps_per_epoch: Optimizer steps of one pass over the training data; None where the data is not known.
+        folder: Where the files are looked for that fields name, before the working directory.
 
     Attributes:
         found: The unified JSON and the report so far.
         asked: Field -> value, of those that are not at their defaults.
+
+    Raises:
+        ConfigErrors: Values of a wrong type.
     """
 
-    def __init__(self, arguments: Mapping[str, Any]) -> None:
+    def __init__(
+        self, arguments: Mapping[str, Any], steps_per_epoch: int | None = None, folder: Path = Path()
+    ) -> None:
         self.found = Imported()
-        self._written: dict[str, str] = {}
+        self.steps_per_epoch, self.folder = steps_per_epoch, folder
         self.asked: dict[str, Any] = {}
+        self._written: dict[str, tuple[str, Any]] = {}
+        self._at_default: dict[str, Any] = {}
+        if errors := list(_wrong_types(arguments)):
+            raise ConfigErrors(errors)
         for written, item in arguments.items():
             name = RENAMED.get(written, written)
             is_default = name in FIELDS and item == FIELDS[name].default
             if is_default or item in _SAYS_NOTHING or (written in RENAMED and not item):
+                self._at_default[written] = item
                 continue
-            self.asked[name], self._written[name] = item, written
+            self.asked[name], self._written[name] = SWITCHES.get(written, item), (written, item)
 
     def __getitem__(self, name: str) -> Any:
         """A field's value, its default where nothing was said."""
         return self.asked.get(name, FIELDS[name].default)
 
+    @property
+    def total_steps(self) -> int | None:
+        """Optimizer steps of the run; None where only the data tells."""
+        if self["max_steps"] > 0:
+            return int(self["max_steps"])
+        return None if self.steps_per_epoch is None else math.ceil(self["num_train_epochs"] * self.steps_per_epoch)
+
+    def holds(self, name: str) -> bool:
+        """Whether a field is written, be it with its default."""
+        return name in self.asked or self._at_default.get(name) not in _SAYS_NOTHING
+
     def carry(self, name: str, ours: dict[str, Any], note: str = "", changed: bool = False) -> None:
         """Reports that a field led to our keys; one that was left out, by its default."""
-        if name in self.asked:
-            self.found.carry(self._written[name], self._shown(name), ours, note, changed)
+        if self.holds(name):
+            self.found.carry(*self._shown(name), ours, note, changed)
         else:
             usual = f"transformers' default: {FIELDS[name].default}"
             self.found.carry(name, None, ours, f"{usual}; {note}" if note else usual, changed)
 
     def drop(self, name: str, note: str) -> None:
-        """Reports that a field cannot be carried, if it was asked for."""
-        if name in self.asked:
-            self.found.drop(self._written[name], self._shown(name), note)
+        """Reports that a field cannot be carried, if it is written."""
+        if self.holds(name):
+            self.found.drop(*self._shown(name), note)
 
-    def _shown(self, name: str) -> Any:
-        """The value for the report, which may end up in a log; keys of a DeepSpeed JSON have lines of their own."""
+    def carry_defaults(self) -> None:
+        """Adds the lines of what is written with its default and has led to nothing."""
+        reported = {line.key for line in self.found.lines}
+        for written, item in self._at_default.items():
+            if written not in reported and item is not None:
+                self.found.carry(written, item, {}, "the default: nothing is lost")
+
+    def _shown(self, name: str) -> tuple[str, Any]:
+        """Name and value for the report, which may end up in a log; a DeepSpeed JSON's keys have their own lines."""
+        written, item = self._written.get(name, (name, self._at_default.get(name)))
         if name.endswith("_token"):
-            return f"<{name.upper()}>"
-        return "{...}" if name == "deepspeed" and isinstance(self.asked[name], dict) else self.asked[name]
+            item = f"<{name.upper()}>"
+        return written, "{...}" if name == "deepspeed" and isinstance(item, dict) else item
+
+
+def _wrong_types(arguments: Mapping[str, Any]) -> Iterator[ConfigError]:
+    for written, item in arguments.items():
+        name = RENAMED.get(written, written)
+        takes = "" if item is None or name not in FIELDS else _takes(written, name, item)
+        if takes:
+            yield ConfigError(f"{written} is {item!r}", f"TrainingArguments.{name} is {takes}", f"mend {written}")
+
+
+def _takes(written: str, name: str, item: Any) -> str:
+    """What a field takes, if that is something else."""
+    usual = FIELDS[name].default
+    if name in _SECTIONS:
+        is_path = isinstance(item, str) and "path" in _SECTIONS[name]
+        return "" if is_path or isinstance(item, Mapping) else _SECTIONS[name]
+    if isinstance(usual, bool) or written in SWITCHES:
+        return "" if isinstance(item, bool) else "true or false"
+    if isinstance(usual, int | float):
+        return "" if isinstance(item, int | float) and not isinstance(item, bool) else _NUMBER
+    return ""

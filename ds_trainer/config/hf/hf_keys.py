@@ -153,8 +153,16 @@ FIELDS: dict[str, Field] = {
 }
 """Field -> its default and meaning."""
 
-RENAMED = {"evaluation_strategy": "eval_strategy", "no_cuda": "use_cpu", "warmup_ratio": "warmup_steps"}
+RENAMED = {
+    "evaluation_strategy": "eval_strategy",
+    "no_cuda": "use_cpu",
+    "warmup_ratio": "warmup_steps",
+    "group_by_length": "train_sampling_strategy",
+}
 """Names of transformers 4 -> field; where they ask for nothing, they are passed over."""
+
+SWITCHES = {"group_by_length": "group_by_length", "no_cuda": True}
+"""Name of transformers 4 that is true or false -> what its field holds when it is true."""
 
 SAME = {name: field.key for name, field in FIELDS.items() if field.key}
 """Field -> key that means the same."""

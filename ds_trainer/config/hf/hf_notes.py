@@ -112,7 +112,10 @@ def _about_steps(config: RunConfig) -> Iterator[str]:
     if optimizer.name == "lion":
         yield "optimizer.name = lion: it takes bitsandbytes' Lion, which needs a GPU"
     if optimizer.name == "adafactor":
-        yield "optimizer.name = adafactor: its own one, which does not scale the rate by the size of the parameters"
+        yield (
+            "optimizer.name = adafactor: its own one, which does not multiply the rate by the RMS of each tensor: at "
+            "the same optimizer.lr weights move far more, so lower it"
+        )
     if schedule.name == "wsd" and schedule.min_lr_ratio:
         yield "schedule.min_lr_ratio: its warm-up begins there too, and not at zero"
     if config.model.gradient_checkpointing == "selective":
@@ -127,8 +130,6 @@ def _about_engine(config: RunConfig) -> Iterator[str]:
     engine, precision = backend(config), config.precision
     if engine == "deepspeed" and config.run.device == "cpu":
         yield "run.device = cpu: use_cpu=True would run DDP instead of DeepSpeed; see examples/hf_trainer.py"
-    if engine == "fsdp2" and config.run.device == "cpu":
-        yield "run.device = cpu: accelerate runs FSDP2 on GPUs only"
     if engine == "fsdp2" and type(config.fsdp.reshard_after_forward) is int:
         yield f"fsdp.reshard_after_forward = {config.fsdp.reshard_after_forward}: it knows true and false"
     if engine == "fsdp2" and precision.communication_data_type != precision.dtype:

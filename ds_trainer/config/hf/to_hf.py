@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ds_trainer.config.backend import backend
-from ds_trainer.config.deepspeed.to_deepspeed import to_deepspeed
+from ds_trainer.config.deepspeed.to_deepspeed import gathering_on_save, to_deepspeed
 from ds_trainer.config.hf.hf_keys import SAME
 from ds_trainer.config.hf.hf_notes import hf_notes
 from ds_trainer.config.keys import value
@@ -23,6 +23,9 @@ from ds_trainer.errors import ConfigError, ConfigErrors
 
 _NOT_YET = ("activation_checkpointing",)
 """Names that transformers 5.17 does not know; 5.24 knows the older one too."""
+
+_ENGINE = "parallel.engine"
+_FOR_GPUS = "translate for GPUs: run.device cuda (--device cuda)"
 
 _OPTIMIZERS = {"adam": "adamw_torch", "lion": "lion_32bit", "sgd": "sgd", "adafactor": "adafactor"}
 
@@ -48,11 +51,14 @@ def to_hf(resolved: ResolvedConfig) -> HFArguments:
     Every value is written, defaults too: classes such as TRL's `SFTConfig` have defaults of their own.
 
     Raises:
-        ConfigErrors: Its engine or its schedule is one that transformers' Trainer does not have.
+        ConfigErrors: Its engine or its schedule is one that transformers' Trainer does not have, on this device.
     """
     config, engine = resolved.config, backend(resolved.config)
     if engine not in ("deepspeed", "fsdp2", "ddp"):
         raise _no_such(f"parallel.engine is {engine!r}", "it runs on deepspeed, fsdp2 and ddp", "set one of them")
+    if config.run.device == "cpu" and engine == "fsdp2":
+        rule = "accelerate, which it calls, runs FSDP2 on GPUs only"
+        raise _no_such(f"FSDP2 on a CPU (run.device, {_ENGINE})", rule, f"set {_ENGINE} to ddp, or {_FOR_GPUS}")
     arguments = {name: value(config, key) for name, key in SAME.items() if _is_said(name, engine)}
     arguments |= _length(config) | _schedule(config) | _optimizer(config) | _data(config)
     arguments |= _evaluation_and_saving(config) | _logging(config)
@@ -67,8 +73,13 @@ def to_hf(resolved: ResolvedConfig) -> HFArguments:
     }
     deepspeed = None
     if engine == "deepspeed":
-        deepspeed = to_deepspeed(resolved)
+        deepspeed = gathering_on_save(to_deepspeed(resolved))
         arguments["bf16"] = "bf16" in deepspeed  # At stage 0 it is DeepSpeed's own autocast.
+        if arguments["bf16"] and config.run.device == "cpu":
+            found = "precision.dtype is bf16, on a CPU with DeepSpeed"
+            rule = "it takes bf16 on a CPU with use_cpu=True only, which turns DeepSpeed off"
+            change = f"set precision.dtype to fp32 or {_ENGINE} to ddp, or {_FOR_GPUS}"
+            raise _no_such(found, rule, change)
     elif engine == "fsdp2":
         arguments |= _fsdp(config)
     said = {name: item for name, item in arguments.items() if item is not None}

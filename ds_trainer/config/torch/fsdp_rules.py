@@ -18,6 +18,8 @@ from ds_trainer.config.schema import RunConfig
 from ds_trainer.errors import ConfigError
 
 _STAGES = {2: False, 3: True}
+_POLICIES = {"transformer_layer_cls_to_wrap": "transformer_based_wrap", "min_num_params": "size_based_wrap"}
+"""Key -> the policy that uses it."""
 
 
 def check_fsdp(config: RunConfig, asked: Asked) -> Iterator[ConfigError]:
@@ -83,6 +85,9 @@ def derive_fsdp(config: RunConfig, asked: Asked, machine: Machine) -> dict[str, 
         derived["parallel.dp_shard"] = (machine.world // replicate, f"{machine.world} ranks / dp_replicate {replicate}")
     if config.fsdp.reshard_after_forward is None:
         derived["fsdp.reshard_after_forward"] = _reshard(config, asked)
+    for name, policy in _POLICIES.items():
+        if config.fsdp.auto_wrap_policy is None and asked(f"fsdp.{name}"):
+            derived["fsdp.auto_wrap_policy"] = (policy, f"fsdp.{name}")
     if config.fsdp.cpu_offload is None:
         on_host = config.zero.offload_param.device == "cpu"
         reason = "zero.offload_optimizer and zero.offload_param" if on_host else "nothing asks for it"
@@ -155,7 +160,10 @@ def _offload(config: RunConfig, asked: Asked) -> Iterator[ConfigError]:
             "FSDP2 keeps parameters, gradients and optimizer states on the host together, or none of them",
             "set both to cpu, or fsdp.cpu_offload to true or false",
         )
-    elif config.fsdp.cpu_offload is False and "cpu" in on_host:
+    elif config.fsdp.cpu_offload is not None and any(
+        asked.origin(f"zero.{name}.device") != "default" and (device == "cpu") != config.fsdp.cpu_offload
+        for name, device in devices.items()
+    ):
         yield ConfigError(
             f"{asked.says('fsdp.cpu_offload')}, {asked.says('zero.offload_optimizer.device')} and "
             f"{asked.says('zero.offload_param.device')}",
@@ -171,14 +179,19 @@ def _offload(config: RunConfig, asked: Asked) -> Iterator[ConfigError]:
 
 
 def _wrapping(config: RunConfig, asked: Asked) -> Iterator[ConfigError]:
-    users = {"transformer_layer_cls_to_wrap": "transformer_based_wrap", "min_num_params": "size_based_wrap"}
-    for name, policy in users.items():
-        if asked(f"fsdp.{name}") and config.fsdp.auto_wrap_policy != policy:
+    for name, policy in _POLICIES.items():
+        if asked(f"fsdp.{name}") and config.fsdp.auto_wrap_policy not in (None, policy):
             yield ConfigError(
                 f"{asked.says(f'fsdp.{name}')} and {asked.says('fsdp.auto_wrap_policy')}",
                 f"it is used by {policy} only",
                 f"set fsdp.auto_wrap_policy to {policy} or remove fsdp.{name}",
             )
+    if all(asked(f"fsdp.{name}") for name in _POLICIES) and config.fsdp.auto_wrap_policy is None:
+        yield ConfigError(
+            " and ".join(asked.says(f"fsdp.{name}") for name in _POLICIES),
+            "modules are gathered by class or by size",
+            "remove one of the two",
+        )
     if asked("fsdp.prefetch_depth") and config.fsdp.auto_wrap_policy == "no_wrap":
         yield ConfigError(
             f"{asked.says('fsdp.prefetch_depth')} and {asked.says('fsdp.auto_wrap_policy')}",
