@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sized
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,11 +13,12 @@ from torch import nn
 
 from ds_trainer.config.backend import backend
 from ds_trainer.config.hf.from_hf import from_hf
-from ds_trainer.config.hf.hf_keys import FIELDS
+from ds_trainer.config.hf.hf_keys import FIELDS, in_their_words
 from ds_trainer.config.io import load_config
 from ds_trainer.config.schema import RunConfig
 from ds_trainer.errors import ConfigError
 from ds_trainer.log import get_logger
+from ds_trainer.mesh.launch_environment import grid_from_environment
 from ds_trainer.optim import LOOK_AT_WHOLE_TENSORS
 
 if TYPE_CHECKING:
@@ -26,14 +28,20 @@ ConfigSource = str | Path | dict | RunConfig | tuple[RunConfig, dict[str, str]]
 
 
 def loaded_config(
-    config: ConfigSource | None, args: TrainingArguments | None, model: Any
+    config: ConfigSource | None, args: TrainingArguments | None, model: Any, train_dataset: Any = None
 ) -> tuple[RunConfig, dict[str, str]]:
     """The config and where its keys come from; a checkpoint handed as `model` replaces `model.path`.
 
     Raises:
         ConfigErrors: Every fault of the config.
-        ConfigError: There are two.
+        ConfigError: There are two, or it is of a wrong type.
     """
+    if config is not None and not isinstance(config, str | Path | dict | RunConfig | tuple):
+        raise ConfigError(
+            f"Trainer(model, config, ...) holds {type(config).__name__} as its config",
+            "a config is a path, a dict, a RunConfig or what load_config returned; transformers' arguments go by name",
+            "pass Trainer(model=..., args=..., train_dataset=...), each argument with its name",
+        )
     if config is not None and args is not None:
         raise ConfigError(
             "Trainer(config=..., args=...) holds a config and TrainingArguments",
@@ -41,7 +49,7 @@ def loaded_config(
             "pass one; what TrainingArguments cannot say is said by a config alone",
         )
     if args is not None:
-        config = config_of_arguments(args)
+        config = config_of_arguments(args, train_dataset)
     run_config, origins = config if isinstance(config, tuple) else load_config({} if config is None else config)
     if isinstance(model, str | Path):
         said = f" (instead of {run_config.model.path})" if run_config.model.path else ""
@@ -51,10 +59,14 @@ def loaded_config(
     return run_config, origins
 
 
-def config_of_arguments(args: TrainingArguments) -> tuple[RunConfig, dict[str, str]]:
+def config_of_arguments(args: TrainingArguments, train_dataset: Any = None) -> tuple[RunConfig, dict[str, str]]:
     """The config that transformers' arguments mean, and the field that each key comes from.
 
     What means something else here, or nothing, is logged.
+
+    Args:
+        args: The arguments.
+        train_dataset: What is trained on: its size says how many steps an epoch is.
 
     Raises:
         ConfigErrors: They ask for something that cannot be.
@@ -70,19 +82,27 @@ def config_of_arguments(args: TrainingArguments) -> tuple[RunConfig, dict[str, s
         )
     # From here on DeepSpeed is ours: under ZeRO-3 transformers would build each model in pieces already.
     unset_hf_deepspeed_config()
-    usual = {field.name: field.default for field in fields(args) if field.name not in FIELDS}
-    found = from_hf(
-        {
-            name: item
-            for name, item in args.to_dict().items()
-            if getattr(args, name) is not None and not (name in usual and item == usual[name])
-        }
-    )
+    usual = {field.name: field.default for field in fields(args)} | {name: FIELDS[name].default for name in FIELDS}
+    said = {
+        name: item for name, item in args.to_dict().items() if getattr(args, name) is not None and item != usual[name]
+    }
+    if args.parallelism_config is not None:  # An object, which to_dict() leaves out.
+        sizes = vars(args.parallelism_config).items()
+        said["parallelism_config"] = {name: size for name, size in sizes if name.endswith("_size") and size != 1}
+    found = from_hf(said, _steps_per_epoch(args, train_dataset))
     for line in (*found.of("changed"), *found.of("dropped")):
         led_to = f" -> {', '.join(line.ours)}" if line.ours else ""
-        get_logger().info("TrainingArguments.%s is %s%s: %s", line.key, line.fate, led_to, line.note)
+        get_logger().info("TrainingArguments.%s is %s%s: %s", line.key, line.fate, led_to, in_their_words(line.note))
     places = {key: f"TrainingArguments.{line.key}" for line in found.lines for key in line.ours}
     return load_config(found.tree, made_from=places)
+
+
+def _steps_per_epoch(args: TrainingArguments, train_dataset: Any) -> int | None:
+    """Steps of one pass, where the samples are counted already: paths are not read yet."""
+    if not isinstance(train_dataset, Sized) or isinstance(train_dataset, str):
+        return None
+    global_size = args.per_device_train_batch_size * args.gradient_accumulation_steps * grid_from_environment().world
+    return math.ceil(len(train_dataset) / global_size) or None
 
 
 @dataclass(frozen=True)

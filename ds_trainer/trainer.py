@@ -102,7 +102,7 @@ class Trainer:
         optimizers: tuple[torch.optim.Optimizer | None, Any | None] = (None, None),
     ) -> None:
         callbacks = adapted(callbacks)
-        run_config, origins = loaded_config(config, args, model)
+        run_config, origins = loaded_config(config, args, model, train_dataset)
         optimizer, self.lr_scheduler = optimizers
         self.optimizer_is_given = optimizer is not None
         given = Ingredients(

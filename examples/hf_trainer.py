@@ -8,6 +8,7 @@ Trainers that are made of it take the same, such as TRL's: make_trainer(args, SF
 
 import argparse
 import os
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingA
 
 from ds_trainer import exit_on_user_error
 from ds_trainer.cli.train import config_from_arguments, parse_train_arguments
+from ds_trainer.config.backend import backend
 from ds_trainer.config.hf.to_hf import to_hf
 from ds_trainer.config.resolve import resolve, total_steps
-from ds_trainer.config.resolved import ResolvedConfig
+from ds_trainer.config.resolved import Machine, ResolvedConfig
+from ds_trainer.config.schema import RunConfig
 from ds_trainer.data.loader import pad_collate, padding_id
 from ds_trainer.data.prepare import prepare
 from ds_trainer.data.sampler import GlobalBatchSampler
+from ds_trainer.log import get_logger
 from ds_trainer.mesh.device import probe_machine
 from ds_trainer.mesh.launch_environment import grid_from_environment
 from ds_trainer.mesh.ops import disable_shm_comm
@@ -41,6 +45,16 @@ def training_arguments(resolved: ResolvedConfig) -> dict[str, Any]:
         PartialState(backend="gloo")
         arguments["accelerator_config"] = {"use_configured_state": True}
     return arguments
+
+
+def machine_of_transformers(config: RunConfig) -> Machine:
+    """This machine as transformers' Trainer uses it: a precision that the config leaves open follows from it."""
+    machine = probe_machine(grid_from_environment().world, config.run.device)
+    if machine.device == "cpu" and backend(config) == "deepspeed":
+        machine = replace(machine, native_dtypes=("fp32",), reason="transformers takes bf16 on a CPU under DDP only")
+        if config.precision.dtype is None:
+            get_logger().info("precision.dtype = fp32: %s", machine.reason)
+    return machine
 
 
 def in_order(dataset: Any, resolved: ResolvedConfig) -> Dataset:
@@ -63,7 +77,7 @@ def make_trainer(
 ) -> Trainer:
     """A trainer of transformers' kind for the run that the command line names; `more` are arguments of its own."""
     config, origins = config_from_arguments(args)
-    resolved = resolve(config, origins, probe_machine(grid_from_environment().world, config.run.device))
+    resolved = resolve(config, origins, machine_of_transformers(config))
     arguments = arguments_class(**training_arguments(resolved), **more)  # First: under ZeRO-3 the model heeds it.
     model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(config.model.tokenizer or config.model.path)
@@ -73,6 +87,7 @@ def make_trainer(
         model=model,
         args=arguments,
         train_dataset=in_order(dataset, resolved),
+        processing_class=tokenizer,  # It is saved beside the weights.
         data_collator=partial(pad_collate, pad_token_id=padding_id(tokenizer)),
     )
 

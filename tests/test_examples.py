@@ -1,6 +1,7 @@
 """Every example runs on two ranks, by the command line that a user types, and does what it says."""
 
 import importlib.util
+import json
 import os
 import re
 import runpy
@@ -12,7 +13,7 @@ from tempfile import TemporaryFile
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import AutoModelForCausalLM, BertForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoTokenizer, BertForSequenceClassification
 
 from ds_trainer.config.io import load_config
 from ds_trainer.config.resolve import resolve
@@ -201,6 +202,58 @@ def test_hf_trainer_gets_our_losses_from_transformers(world, config, tmp_path, e
     for log, wrapped, at_stage in world(losses_of_transformers, 2, arguments):
         assert (wrapped, at_stage) == (wrapper, stage)
         assert log == pytest.approx(ours, rel=1e-5)
+
+
+def saved_by_transformers(arguments):
+    """Runs the whole example; the format in which it computed."""
+    sys.argv = ["hf_trainer.py", *map(str, arguments)]
+    made = []
+    example = module("hf_trainer.py")
+    make = example.make_trainer
+    example.make_trainer = lambda args: made.append(make(args)) or made[0]
+    example.main()
+    return str(next(made[0].model_wrapped.module.parameters()).dtype)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_hf_trainer_saves_a_folder_that_loads_with_its_tokenizer_whatever_precision_is_left_open(
+    world, config, tmp_path, stage
+):
+    tree = json.loads(config.read_text())
+    del tree["precision"]
+    write_json(config, tree)
+    dtypes = world(saved_by_transformers, 2, ["--config", config, *settings(zero__stage=stage)])
+    assert dtypes == ["torch.float32"] * 2
+    saved = tmp_path / "out" / "model"
+    model, info = AutoModelForCausalLM.from_pretrained(saved, output_loading_info=True)
+    assert not any(info.values()), info
+    before = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint").state_dict()
+    assert not all(torch.equal(before[name], item) for name, item in model.state_dict().items())
+    assert AutoTokenizer.from_pretrained(saved)("Paris").input_ids
+
+
+def refused_by_transformers(arguments):
+    """What the example says, and its exit code, where its Trainer cannot be had."""
+    with TemporaryFile("w+") as said, redirect_stderr(said), pytest.raises(SystemExit) as stop:
+        sys.argv = ["hf_trainer.py", *map(str, arguments)]
+        try:
+            module("hf_trainer.py").main()
+        finally:
+            said.seek(0)
+            text = said.read()
+    return stop.value.code, text
+
+
+ON_CPU_IN_VAIN = [
+    pytest.param({"zero__stage": 2, "precision__dtype": "bf16"}, "set precision.dtype to fp32", id="zero2-bf16"),
+    pytest.param({"parallel__engine": "fsdp2", "zero": "null"}, "set parallel.engine to ddp", id="fsdp2"),
+]
+
+
+@pytest.mark.parametrize(("keys", "change"), ON_CPU_IN_VAIN)
+def test_hf_trainer_says_what_transformers_does_not_run_on_a_cpu(world, config, keys, change):
+    code, text = world(refused_by_transformers, 1, ["--config", config, *settings(**keys)])[0]
+    assert code == 2 and change in text and "Traceback" not in text
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])

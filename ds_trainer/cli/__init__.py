@@ -89,7 +89,9 @@ def _add_config(parser: argparse.ArgumentParser) -> None:
         "--standalone", action="store_true", help="add optimizer and scheduler, for use outside ds_trainer"
     )
     importing = actions.add_parser("import", help="make a run's JSON from another tool's config", allow_abbrev=False)
-    importing.add_argument("config", metavar="FILE", help="DeepSpeed JSON, accelerate YAML, or TrainingArguments")
+    importing.add_argument(
+        "config", metavar="FILE", help="DeepSpeed JSON, accelerate YAML, or TrainingArguments; - is stdin"
+    )
     importing.add_argument(
         "--from", dest="kind", choices=("deepspeed", "accelerate", "hf"), help="what FILE is (default: by its keys)"
     )

@@ -22,6 +22,7 @@ from ds_trainer.config.keys import value
 from ds_trainer.config.native_files import load_native
 from ds_trainer.errors import ConfigError
 
+
 def import_file(args: argparse.Namespace) -> int:
     """Prints the report to stderr, and the run's JSON to stdout or to `--out`; `-` is stdin.
 
@@ -82,8 +83,8 @@ def _imported(native: Mapping[str, Any], asked: str | None, path: Path) -> Impor
         case "accelerate":
             found = from_accelerate(native, path.parent)
         case _:
-            found = from_hf(native)
-    if shown is None and all(line.fate == "dropped" or line.value is None for line in found.lines):
+            found = from_hf(native, folder=path.parent)
+    if shown is None and all(line.fate == "dropped" or line.value in (None, {}, []) for line in found.lines):
         raise _not_of_kind(native, kind, shown, path)
     return found
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
-from textwrap import fill
+from textwrap import TextWrapper
 from typing import get_args
 
 from ds_trainer.config.imported import LAUNCHERS, Fate, Imported, Line
 
+_Row = tuple[str, str, str, str]
+"""Fate, key and value, keys here, note."""
+
+_INDENT = "    "
 _WIDEST = 72
 """Characters to which the columns are aligned; a longer cell pushes its own line only."""
 
@@ -23,19 +27,19 @@ def report(found: Imported, width: int | None = None) -> str:
     """
     launchers = [line for line in found.lines if line.note == LAUNCHERS]
     lines = [line for line in found.lines if line.note != LAUNCHERS]
-    rows = [(line.fate, _file_side(line), ", ".join(line.ours) or "-", line.note) for line in lines]
+    rows: list[_Row] = [(line.fate, _file_side(line), ", ".join(line.ours) or "-", line.note) for line in lines]
     texts = _aligned(rows)
     if width is not None and any(len(text) > width for text in texts):
         texts = [_with_note_below(*row, width) for row in rows]
     counts = [f"{sum(line.fate == fate for line in lines)} {fate}" for fate in get_args(Fate)]
     if launchers:
         named = f"the launcher's: {', '.join(map(_file_side, launchers))}: {LAUNCHERS}"
-        texts.append(named if width is None else fill(named, width, subsequent_indent="  "))
+        texts.append(named if width is None else _wrapped(named, width))
         counts.append(f"{len(launchers)} the launcher's")
     return "\n".join([*texts, ", ".join(counts)])
 
 
-def _aligned(rows: list[tuple[str, str, str, str]]) -> list[str]:
+def _aligned(rows: list[_Row]) -> list[str]:
     widths = [min(max((len(row[column]) for row in rows), default=0), _WIDEST) for column in range(3)]
     return [
         f"{fate:<{widths[0]}}  {file_side:<{widths[1]}}  -> {ours:<{widths[2]}}  {note}".rstrip()
@@ -44,8 +48,16 @@ def _aligned(rows: list[tuple[str, str, str, str]]) -> list[str]:
 
 
 def _with_note_below(fate: str, file_side: str, ours: str, note: str, width: int) -> str:
-    head = fill(f"{fate} {file_side} -> {ours}", width, subsequent_indent="    ")
-    return f"{head}\n{fill(note, width, initial_indent='    ', subsequent_indent='    ')}" if note else head
+    head = _wrapped(f"{fate} {file_side} -> {ours}", width)
+    return f"{head}\n{_wrapped(note, width, _INDENT)}" if note else head
+
+
+def _wrapped(text: str, width: int, first: str = "") -> str:
+    """Text in lines of a width, the later ones indented; words, such as paths and keys, stay whole."""
+    wrapper = TextWrapper(
+        width, initial_indent=first, subsequent_indent=_INDENT, break_long_words=False, break_on_hyphens=False
+    )
+    return wrapper.fill(text)
 
 
 def _file_side(line: Line) -> str:

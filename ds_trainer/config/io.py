@@ -136,6 +136,8 @@ def load_json(path: str | Path) -> dict[str, Any]:
         ConfigError: No such file, or not a JSON object; with line and column.
     """
     text = read_text(Path(path))
+    if not text.strip():
+        raise ConfigError(f"{path} is empty", "a config is a JSON object", f"write {{...}} into {path}")
     try:
         raw = parse_json(text)
     except json.JSONDecodeError as error:

@@ -28,8 +28,8 @@ from ds_trainer.config.text_files import (
 )
 from ds_trainer.errors import ConfigError
 
-_IN_BRACES = re.compile(r"(\s|//.*|#.*|/\*(.|\n)*?\*/)*[\[{]")
-"""The first bracket, after comments."""
+_SAYS_NOTHING = re.compile(r"\s+|//.*|#.*|/\*[\s\S]*?\*/")
+"""Space and comments of Hjson and YAML."""
 
 
 def load_native(path: Path) -> dict[str, Any]:
@@ -66,7 +66,7 @@ def _parse(text: str, path: Path) -> Any:
     try:
         return parse_json(text)
     except json.JSONDecodeError as error:
-        if not _IN_BRACES.match(text):
+        if not _SAYS_NOTHING.sub("", text).startswith(("{", "[")):
             return _parse_yaml(text, path)
         return _parse_hjson(text, path, error)
 
@@ -80,26 +80,43 @@ def _parse_hjson(text: str, path: Path, strict: json.JSONDecodeError) -> Any:
     except RecursionError:
         raise too_deep() from None
     except hjson.HjsonDecodeError as error:
-        as_json = f"line {strict.lineno}, column {strict.colno}: {strict.msg}"
-        # Hjson takes anything up to the end of a line for a string, and so notices at the end of the file only.
-        place = f"{path} ends too early; as plain JSON it is wrong in {as_json}"
-        if "(eof)" not in error.msg:
-            place = f"{path}, line {error.lineno}, column {error.colno}: {error.msg}"
+        place = f", line {error.lineno}, column {error.colno}: {error.msg}"
+        if "(eof)" in error.msg:  # it takes the rest of a line for a string, and so notices late
+            is_comment = text[strict.pos : strict.pos + 1] in ("/", "#")
+            place = f", line {strict.lineno}, column {strict.colno}: {strict.msg}"
+            place = " ends within an object" if is_comment else place
         raise ConfigError(
-            place, "a DeepSpeed config is JSON, with comments at most", "mend the comma, quote or bracket there"
+            f"{path}{place}",
+            "a DeepSpeed config is JSON, with comments at most",
+            "mend the comma, quote or bracket there",
         ) from None
     check_nesting(tree)
     return tree
 
 
+_TEXT, _FLOAT, _MERGE = (f"tag:yaml.org,2002:{kind}" for kind in ("str", "float", "merge"))
+
+
 class _Loader(yaml.SafeLoader):
-    """YAML of plain values, without what JSON has not: keys that stand twice, and infinity."""
+    """YAML of plain values, as JSON has them: keys are texts and stand once, no tags, no infinity."""
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        event = self.peek_event()
+        if tag := getattr(event, "tag", None):
+            raise yaml.MarkedYAMLError(problem=f"the tag {tag}", problem_mark=event.start_mark)
+        return super().compose_node(parent, index)
 
     def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
-        names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-        if name := next((name for name in names if names.count(name) > 1), None):
-            raise twice(name)
+        names: set[str] = set()
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise yaml.MarkedYAMLError(problem="a key that is no text", problem_mark=key.start_mark)
+            if key.value in names:
+                raise twice(key.value)
+            names.add(key.value)
+            if key.tag != _MERGE:
+                key.tag = _TEXT
         return node
 
     def construct_yaml_float(self, node: yaml.ScalarNode) -> float:
@@ -109,7 +126,7 @@ class _Loader(yaml.SafeLoader):
         return number
 
 
-_Loader.add_constructor("tag:yaml.org,2002:float", _Loader.construct_yaml_float)
+_Loader.add_constructor(_FLOAT, _Loader.construct_yaml_float)
 
 
 def _parse_yaml(text: str, path: Path) -> Any:

@@ -44,9 +44,7 @@ def read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8-sig")
     except OSError as error:
-        raise ConfigError(
-            f"{path}: {error.strerror}", "a config is a readable file", "give the path of one"
-        ) from None
+        raise ConfigError(f"{path}: {error.strerror}", "a config is a readable file", "give the path of one") from None
     except UnicodeDecodeError as error:
         raise ConfigError(
             f"{path} is not UTF-8 text: byte {error.object[error.start]:#04x} at position {error.start}",

@@ -102,14 +102,13 @@ def test_arguments_with_a_deepspeed_json_train_with_its_zero_stage(world, tmp_pa
 def test_what_changes_or_is_lost_is_logged_and_what_cannot_be_is_refused_by_its_field(world, tmp_path):
     logged, errors = world(refuse_all, 1, tmp_path)[0]
     assert any("TrainingArguments.neftune_noise_alpha is dropped: no noise" in line for line in logged)
-    assert any(
-        "TrainingArguments.num_train_epochs is changed -> run.epochs: epochs are whole" in line for line in logged
-    )
-    both, no_arguments, betas, in_pieces = errors
+    assert any("TrainingArguments.torch_compile is changed -> model.compile: each block" in line for line in logged)
+    both, no_arguments, betas, in_pieces, positional = errors
     assert "holds a config and TrainingArguments" in both
     assert "Trainer(args=...) holds dict" in no_arguments
     assert "optimizer.betas is [1.5, 0.999] (TrainingArguments.adam_beta1)" in betas
     assert "was built in pieces" in in_pieces
+    assert "holds TrainingArguments as its config" in positional and "pass Trainer(model=..., args=...," in positional
 
 
 def refuse_all(out):
@@ -117,7 +116,7 @@ def refuse_all(out):
     handler = logging.Handler()
     handler.emit = lambda record: logged.append(record.getMessage())
     get_logger().addHandler(handler)
-    odd = {"max_steps": -1, "num_train_epochs": 1.5, "neftune_noise_alpha": 5.0}
+    odd = {"torch_compile": True, "neftune_noise_alpha": 5.0}
     hf_trainer(out, use_cpu=True, **odd)
     errors = []
     arguments = TrainingArguments(output_dir=str(out), use_cpu=True, adam_beta1=1.5)
@@ -129,8 +128,30 @@ def refuse_all(out):
         {"args": {"learning_rate": 1.0}},
         {"args": arguments},
         {"args": plain, "model": in_pieces},
+        {"config": plain},
     ):
         with pytest.raises((ConfigError, ConfigErrors)) as caught:
             Trainer(**{"model": tiny_llama()} | given, train_dataset=D8, data_collator=collate)
         errors.append(str(caught.value))
     return logged, errors
+
+
+def per_epoch(out):
+    """Two and a half passes over 8 samples at 4 per step and rank."""
+    arguments = TrainingArguments(
+        output_dir=str(out),
+        use_cpu=True,
+        **SAME
+        | {"max_steps": -1, "num_train_epochs": 2.5, "gradient_accumulation_steps": 1}
+        | {"eval_strategy": "epoch", "save_strategy": "epoch", "logging_strategy": "epoch"}
+        | {"load_best_model_at_end": True},
+    )
+    trainer = Trainer(model=tiny_llama(), args=arguments, train_dataset=D8, eval_dataset=D8[:2], data_collator=collate)
+    log = trainer.train().log_history
+    saved = sorted(int(path.name.partition("-")[2]) for path in out.glob("checkpoint-*"))
+    return [line.step for line in log if hasattr(line, "eval_loss")], trainer.state.global_step, saved
+
+
+def test_once_per_epoch_is_after_each_pass_over_the_data_set_and_at_the_end(world, tmp_path):
+    evaluated, steps, saved = world(per_epoch, 2, tmp_path)[0]
+    assert (evaluated, steps, saved) == ([2, 4, 5], 5, [2, 4, 5])

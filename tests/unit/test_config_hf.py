@@ -2,15 +2,21 @@
 
 import dataclasses
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from accelerate import ParallelismConfig
 from transformers import Trainer, TrainingArguments
 from transformers.optimization import get_scheduler
 
+from ds_trainer.cli import main
+from ds_trainer.config.accelerate.accelerate_snippet import accelerate_snippet
+from ds_trainer.config.backend import backend
+from ds_trainer.config.deepspeed.to_deepspeed import to_deepspeed
 from ds_trainer.config.hf.from_hf import from_hf
-from ds_trainer.config.hf.hf_keys import FIELDS, SAME
+from ds_trainer.config.hf.hf_keys import FIELDS, SAME, in_their_words
 from ds_trainer.config.hf.hf_notes import ENGINES, SAID, UNSAID, reason
 from ds_trainer.config.hf.to_hf import hf_snippet, to_hf
 from ds_trainer.config.import_report import report
@@ -18,7 +24,8 @@ from ds_trainer.config.io import load_config
 from ds_trainer.config.keys import flatten, leaf_fields, leaf_values
 from ds_trainer.config.resolve import resolve
 from ds_trainer.config.resolved import Machine
-from ds_trainer.errors import ConfigErrors
+from ds_trainer.errors import ConfigError, ConfigErrors
+from ds_trainer.ingredients import config_of_arguments
 from ds_trainer.optim import lr_factor
 from tests.test_configs_shipped import FOLDER, MACHINES, SHIPPED, TABLE
 
@@ -132,11 +139,130 @@ def test_every_line_that_carries_leads_to_keys_that_exist():
         assert flat.keys() <= leaf_fields().keys()
 
 
-def test_an_unknown_field_is_reported():
-    found, _ = imported(learning_rat=1.0)
-    assert [line.note for line in lines_of(found, "learning_rat")] == [
-        "unknown: TrainingArguments of transformers 5.24 has no such field"
-    ]
+@pytest.mark.parametrize(("name", "meant"), [("learning_rat", "learning_rate"), ("zzz", None)])
+def test_an_unknown_field_is_reported_with_the_nearest_one(name, meant):
+    found, _ = imported(**{name: 1.0})
+    (line,) = lines_of(found, name)
+    assert line.fate == "dropped" and line.note.startswith("unknown: ")
+    assert line.note.endswith(f"; did you mean {meant}?" if meant else "has no such field")
+
+
+def test_a_file_has_one_line_for_each_of_its_keys_with_its_own_value():
+    file = {name: field.default for name, field in FIELDS.items() if field.default is not None}
+    file |= {"fsdp": "shard_grad_op", "fsdp_config": {"fsdp_activation_checkpointing": False, "min_num_params": 0}}
+    file |= {"warmup_ratio": 0.0, "lr_scheduler_kwargs": {}}
+    for more in ({}, {"max_steps": 5}, {"optim": "sgd", "eval_strategy": "epoch"}):
+        found = from_hf(file | more)
+        written = {line.key: line.value for line in found.lines if line.value is not None}
+        section = {f"fsdp_config.{name}": item for name, item in file["fsdp_config"].items()}
+        assert written == {name: item for name, item in (file | more).items() if name != "fsdp_config"} | section
+        assert len(written) == sum(line.value is not None for line in found.lines)
+        load_config(found.tree)
+    assert {line.key for line in found.lines if line.value is None} == {
+        "save_total_limit",
+        "fsdp_config.version",
+        "fsdp_config.reshard_after_forward",
+        "fsdp_config.auto_wrap_policy",
+    }
+
+
+def test_what_a_file_says_at_its_default_means_what_is_left_out_means():
+    said = {name: field.default for name, field in FIELDS.items()}
+    assert load_config(from_hf(said).tree)[0] == load_config(from_hf({}).tree)[0]
+
+
+EPOCHS = {"eval_strategy": "epoch", "save_strategy": "epoch", "logging_strategy": "epoch"}
+EVERY = ("evaluation.every_steps", "checkpoint.every_steps", "logging.every_steps")
+
+
+def test_once_per_epoch_is_a_number_of_steps_where_the_data_is_known():
+    found = from_hf(EPOCHS | {"load_best_model_at_end": True, "num_train_epochs": 2.5}, steps_per_epoch=7)
+    flat = flatten(found.tree)
+    assert [flat[key] for key in EVERY] == [7, 7, 7]
+    assert flat["evaluation.at_end"] and flat["checkpoint.load_best_model_at_end"]
+    assert (flat["run.max_steps"], flat.get("run.epochs")) == (18, None)
+    assert list(found.of("changed")) == []
+
+
+def test_a_share_of_all_steps_is_a_number_where_the_data_is_known():
+    found = from_hf({"eval_strategy": "steps", "eval_steps": 0.3, "num_train_epochs": 2}, steps_per_epoch=7)
+    assert flatten(found.tree)["evaluation.every_steps"] == 5
+
+
+def test_once_per_epoch_is_told_with_its_formula_where_the_data_is_not_known():
+    found, flat = imported(**EPOCHS, load_best_model_at_end=True, gradient_accumulation_steps=4)
+    for name, key in zip(EPOCHS, EVERY, strict=True):
+        (line,) = lines_of(found, name)
+        assert line.fate == "changed"
+        assert f"set {key} to ceil(samples / (8 x 4 x ranks)); " in line.note
+    (best,) = lines_of(found, "load_best_model_at_end")
+    assert best.fate == "changed" and "the only one to choose from" in best.note
+    assert flat["evaluation.at_end"] and flat.get("evaluation.every_steps") is None
+
+
+def test_hints_name_the_fields_that_a_caller_with_training_arguments_can_change():
+    note = "known with run.max_steps only: set evaluation.every_steps or data.pin_memory; see zero.stage."
+    assert in_their_words(note) == "known with max_steps only: set eval_steps or data.pin_memory; see zero.stage."
+
+
+@pytest.mark.parametrize(
+    ("fields", "part"),
+    [
+        ({"bf16": True, "fp16": True}, "bf16 and fp16 are both true"),
+        ({"bf16_full_eval": True, "fp16_full_eval": True}, "bf16_full_eval and fp16_full_eval are both true"),
+        ({"deepspeed": 7}, "deepspeed is 7"),
+        ({"fsdp": True, "fsdp_config": [1]}, "fsdp_config is [1]"),
+        ({"lr_scheduler_kwargs": "a=1"}, "lr_scheduler_kwargs is 'a=1'"),
+        ({"learning_rate": "1e-4"}, "YAML 1.0e-4"),
+        ({"max_steps": True}, "max_steps is True"),
+        ({"bf16": "yes"}, "bf16 is 'yes'"),
+        ({"fsdp": "nonsense"}, "with 'nonsense'"),
+        ({"fsdp": 7}, "with 7"),
+        ({"fsdp": ["full_shard", "nonsense"]}, "with 'nonsense'"),
+        ({"fsdp": "hybrid_shard"}, "hybrid_shard is a word of FSDP1 alone"),
+        ({"fsdp": "no_shard"}, "no_shard is a word of FSDP1 alone"),
+    ],
+    ids=str,
+)
+def test_what_transformers_refuses_is_refused_by_its_name(fields, part):
+    with pytest.raises(ConfigError) as caught:
+        from_hf(fields)
+    assert part in str(caught.value)
+
+
+def test_all_wrong_types_are_told_together():
+    with pytest.raises(ConfigErrors) as caught:
+        from_hf({"learning_rate": "fast", "bf16": 1, "deepspeed": 7})
+    assert len(caught.value.errors) == 3
+
+
+def test_hybrid_shard_of_fsdp1_asks_for_the_number_of_machines():
+    hybrid = {"fsdp": "hybrid_shard", "fsdp_config": {"version": 1}}
+    found, flat = imported(**hybrid)
+    (line,) = [line for line in found.lines if line.ours[:1] == ("fsdp.reshard_after_forward",)]
+    assert (line.fate, flat["parallel.dp_replicate"]) == ("changed", 1)
+    assert "parallelism_config.dp_replicate_size" in line.note
+    assert imported(**hybrid, parallelism_config={"dp_replicate_size": 2})[1]["parallel.dp_replicate"] == 2
+
+
+def test_a_parallelism_config_object_is_read_too(arguments):
+    args = arguments(parallelism_config=ParallelismConfig(dp_replicate_size=2, dp_shard_size=2), fsdp=True)
+    config, origins = config_of_arguments(args)
+    assert (config.parallel.dp_replicate, config.parallel.dp_shard) == (2, 2)
+    assert origins["parallel.dp_shard"] == "TrainingArguments.parallelism_config.dp_shard_size"
+
+
+def test_a_file_that_a_field_names_is_looked_for_beside_the_arguments_first(tmp_path, monkeypatch, capsys):
+    beside, here = tmp_path / "beside", tmp_path / "here"
+    for stage, folder in ((1, beside), (2, here)):
+        folder.mkdir()
+        (folder / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": stage}}))
+    monkeypatch.chdir(here)
+    assert flatten(from_hf({"deepspeed": "ds.json"}, folder=beside).tree)["zero.stage"] == 1
+    assert flatten(from_hf({"deepspeed": "ds.json"}, folder=tmp_path).tree)["zero.stage"] == 2
+    (beside / "args.json").write_text(json.dumps({"output_dir": "out", "deepspeed": "ds.json"}))
+    assert main(["config", "import", str(beside / "args.json")]) == 0
+    assert json.loads(capsys.readouterr().out)["zero"]["stage"] == 1
 
 
 def test_what_is_left_out_keeps_the_meaning_that_transformers_gives_it():
@@ -180,6 +306,7 @@ def test_what_is_left_out_keeps_the_meaning_that_transformers_gives_it():
         ({"optim": "sgd", "adam_beta1": 0.5}, {"optimizer.name": "sgd", "optimizer.betas": None}),
         ({"adam_beta2": 0.95}, {"optimizer.betas": [0.9, 0.95]}),
         ({"report_to": ["wandb", "comet_ml"]}, {"logging.report_to": ["wandb"]}),
+        ({"group_by_length": False, "train_sampling_strategy": "sequential"}, {"data.shuffle": False}),
         ({"fsdp": "shard_grad_op offload"}, {"fsdp.reshard_after_forward": False, "fsdp.cpu_offload": True}),
         ({"fsdp": "no_shard", "fsdp_config": {"version": 1}}, {"parallel.engine": "ddp"}),
         (
@@ -258,8 +385,10 @@ def test_every_key_of_a_run_has_an_argument_or_a_reason():
 @pytest.mark.parametrize("name", SHIPPED)
 def test_a_shipped_config_survives_the_way_there_and_back(arguments, name):
     ranks = int(next(row[1] for row in TABLE if row[0].startswith(f"[{name}]")))
-    machine = MACHINES[Path(name).parent.name](ranks)
-    there = resolve(*load_config(FOLDER / name, ["run.max_steps=100"]), machine)
+    machine, on_gpus = MACHINES[Path(name).parent.name](ranks), []
+    if backend(load_config(FOLDER / name)[0]) == "fsdp2":  # accelerate runs it nowhere else.
+        machine, on_gpus = replace(GPU, world=ranks), ["run.device=cuda"]
+    there = resolve(*load_config(FOLDER / name, ["run.max_steps=100", *on_gpus]), machine)
     told = to_hf(there)
     parsed = arguments(**told.arguments)
     assert all(getattr(parsed, key) == told.arguments[key] for key in SAME if key in told.arguments)
@@ -337,6 +466,43 @@ def test_the_optimizer_that_transformers_makes_is_ours(arguments, optimizer, kin
     made, options = Trainer.get_optimizer_cls_and_kwargs(args)
     assert (made.__name__, options["lr"]) == (kind, 0.5)
     assert {name: options.get(name) for name in values} == values
+
+
+def test_group_by_length_has_the_line_of_its_successor():
+    old, new = imported(group_by_length=True)[0], imported(train_sampling_strategy="group_by_length")[0]
+    (line,) = lines_of(old, "group_by_length")
+    assert (line.value, line.fate) == (True, "dropped")
+    assert line.note == lines_of(new, "train_sampling_strategy")[0].note
+
+
+@pytest.mark.parametrize(
+    ("sections", "key"),
+    [
+        ({"parallel": {"engine": "fsdp2"}}, "parallel.engine"),
+        ({"zero": {"stage": 1}, "precision": {"dtype": "bf16"}}, "precision.dtype"),
+        ({"zero": {"stage": 3}, "precision": {"dtype": "bf16"}}, "precision.dtype"),
+    ],
+    ids=str,
+)
+def test_what_transformers_does_not_run_on_a_cpu_is_refused_in_words_and_runs_on_gpus(sections, key):
+    with pytest.raises(ConfigErrors) as caught:
+        to_hf(run(**sections))
+    assert f"set {key}" in caught.value.errors[0].change and "--device cuda" in caught.value.errors[0].change
+    to_hf(run(GPU, **sections))
+
+
+def test_bf16_on_a_cpu_is_for_ddp(arguments):
+    told = to_hf(run(parallel={"engine": "ddp"}, precision={"dtype": "bf16"})).arguments
+    assert arguments(**told).bf16 and told["use_cpu"]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_zero3_gathers_the_weights_that_transformers_and_accelerate_save(stage):
+    there = run(zero={"stage": stage})
+    key = "stage3_gather_16bit_weights_on_model_save"
+    assert (to_hf(there).deepspeed["zero_optimization"].get(key) is True) == (stage == 3)
+    assert (key in hf_snippet(there)) == (key in accelerate_snippet(there)) == (stage == 3)
+    assert key not in to_deepspeed(there)["zero_optimization"], "our own engine refuses it"
 
 
 def test_use_cpu_is_asked_of_ddp_only_since_it_turns_everything_else_off():

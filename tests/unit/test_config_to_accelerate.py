@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.state import AcceleratorState
-from accelerate.utils import DDPCommunicationHookType
+from accelerate.utils import DDPCommunicationHookType, FullyShardedDataParallelPlugin
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 from torch.distributed.fsdp import CPUOffloadPolicy
 
@@ -131,11 +131,12 @@ def test_the_fsdp_plugin_of_the_snippet_is_told_what_fully_shard_is(name):
     )
 
 
-def test_the_deepspeed_plugin_of_the_snippet_holds_the_native_json():
+def test_the_deepspeed_plugin_of_the_snippet_holds_the_native_json_and_gathers_what_it_saves():
     resolved = run("zero3")
     given = made(resolved)
     got = given["deepspeed_plugin"].deepspeed_config
     wanted = {key: item for key, item in to_deepspeed(resolved).items() if key != "steps_per_print"}
+    wanted["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
     assert {key: got[key] for key in wanted} == wanted
     assert given["gradient_accumulation_steps"] == 3
 
@@ -183,3 +184,27 @@ def test_accelerate_on_fsdp2_is_refused_on_a_cpu():
         ConfigErrors, match=r"accelerate.backend is \"fsdp2\".* on cpu\n.*GPUs only.*\n.*engine to fsdp2"
     ):
         run("fsdp2-blocks", Machine(4))
+
+
+def test_the_file_lets_one_rank_of_a_machine_load_and_accelerate_takes_it_so(tmp_path):
+    file = tmp_path / "accelerate.yaml"
+    file.write_text(yaml.safe_dump(to_accelerate_yaml(run("fsdp2"))))
+    environ = launched(file)
+    assert environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] == environ["FSDP_SYNC_MODULE_STATES"] == "true"
+    os.environ.update(environ)
+    plugin = FullyShardedDataParallelPlugin()
+    assert plugin.cpu_ram_efficient_loading and plugin.sync_module_states is None
+
+
+@pytest.mark.parametrize("name", ["zero2", "ddp", "fsdp2"])
+def test_where_the_ranks_are_is_noted_as_the_launchers(name):
+    (note,) = [note for note in accelerate_notes(run(name)) if "num_machines" in note]
+    assert note.startswith("num_processes 4") and "main_process_ip" in note
+    alone = Machine(1, "cuda", ("fp32", "bf16", "fp16"), "computes in bf16")
+    assert not [note for note in accelerate_notes(run(name, alone)) if "num_machines" in note]
+
+
+def test_the_snippet_says_why_accelerate_is_told_no_mixed_precision_under_deepspeed():
+    resolved = run("zero2")
+    assert made(resolved)["mixed_precision"] == "no" and resolved.config.precision.dtype == "bf16"
+    assert "# mixed_precision is 'no' because DEEPSPEED itself says bf16\n" in accelerate_snippet(resolved)

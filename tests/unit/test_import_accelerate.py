@@ -6,13 +6,16 @@ import pytest
 import yaml
 from accelerate.commands.to_fsdp2 import ARGUMENT_KEY_MAPPING as TO_FSDP2
 from accelerate.commands.to_fsdp2 import ConversionStatus, convert_config_to_fsdp2
+from accelerate.utils import constants
+from accelerate.utils.dataclasses import ComputeEnvironment, DistributedType, DynamoBackend, PrecisionType
 
+from ds_trainer.config.accelerate.accelerate_words import FSDP_WORDS, STRATEGIES, WORDS
 from ds_trainer.config.accelerate.from_accelerate import from_accelerate
 from ds_trainer.config.accelerate.to_accelerate import to_accelerate_yaml
 from ds_trainer.config.backend import backend
 from ds_trainer.config.io import load_config
 from ds_trainer.config.keys import flatten, value
-from ds_trainer.errors import ConfigError
+from ds_trainer.errors import ConfigError, ConfigErrors
 from tests.helpers.foreign_configs import (
     ACCELERATE_DEEPSPEED_FILE,
     ACCELERATE_FILES,
@@ -216,12 +219,63 @@ def test_what_an_fsdp_file_leaves_out_is_as_accelerate_has_it():
         ),
         ({"distributed_type": "NO", "dynamo_backend": "EAGER"}, "dynamo_backend", "changed", "inductor"),
         ({"distributed_type": "NO", "num_processes": 8}, "num_processes", "dropped", "torchrun"),
+        ({"distributed_type": "NO", "debug": False}, "debug", "carried", "accelerate's own"),
+        ({"distributed_type": "NO", "debug": True}, "debug", "dropped", "accelerate's own"),
+        ({"distributed_type": "NO", "tpu_use_sudo": False}, "tpu_use_sudo", "carried", "off"),
+        ({"distributed_type": "NO", "mixed_precision": "fp8"}, "mixed_precision", "changed", "bf16 is used"),
     ],
 )
 def test_what_is_not_the_same_here_says_so(native, key, fate, part):
     found = imported(native)
     assert line(found, key).fate == fate and part in line(found, key).note
     load_config(found.tree)
+
+
+@pytest.mark.parametrize(
+    "native, parts",
+    [
+        (fsdp(sharding_strategy="WHAT"), ["fsdp_config.fsdp_sharding_strategy is 'WHAT'", "SHARD_GRAD_OP"]),
+        (fsdp(sharding_strategy=6), ["fsdp_sharding_strategy is 6", "FULL_SHARD"]),
+        (fsdp(version=3), ["fsdp_config.fsdp_version is 3", "1, 2"]),
+        (fsdp(version=2, auto_wrap_policy="WHAT"), ["fsdp_auto_wrap_policy is 'WHAT'", "SIZE_BASED_WRAP"]),
+        (
+            fsdp(state_dict_type="WHAT", backward_prefetch="X"),
+            ["fsdp_state_dict_type", "fsdp_backward_prefetch is 'X'"],
+        ),
+        ({"distributed_type": "WHAT"}, ["distributed_type is 'WHAT'", "MULTI_GPU"]),
+        ({"distributed_type": "NO", "mixed_precision": "int4"}, ["mixed_precision is 'int4'", "no, bf16, fp16, fp8"]),
+        ({"distributed_type": "NO", "dynamo_config": {"dynamo_backend": "X"}}, ["dynamo_config.dynamo_backend is 'X'"]),
+    ],
+)
+def test_a_word_that_accelerate_does_not_know_is_refused_with_those_it_knows(native, parts):
+    with pytest.raises(ConfigErrors) as refused:
+        imported(native)
+    for part in [*parts, "rule:", "change:"]:
+        assert part in str(refused.value)
+
+
+def test_a_strategy_that_fsdp2_does_not_read_is_no_matter():
+    assert (
+        line(imported(fsdp(version=2, sharding_strategy="WHAT")), "fsdp_config.fsdp_sharding_strategy").fate
+        == "dropped"
+    )
+
+
+def test_the_words_are_those_of_the_installed_accelerate():
+    assert tuple(constants.FSDP_SHARDING_STRATEGY) == STRATEGIES
+    assert set(FSDP_WORDS["auto_wrap_policy"]) == set(constants.FSDP_AUTO_WRAP_POLICY)
+    assert set(FSDP_WORDS["backward_prefetch"]) == set(constants.FSDP_BACKWARD_PREFETCH)
+    assert set(FSDP_WORDS["state_dict_type"]) == set(constants.FSDP_STATE_DICT_TYPE)
+    assert set(WORDS["dynamo_mode"]) == set(constants.TORCH_DYNAMO_MODES)
+    assert set(WORDS["distributed_type"]) == {each.value for each in DistributedType}
+    assert set(WORDS["mixed_precision"]) == {each.value for each in PrecisionType}
+    assert {word.upper() for word in WORDS["dynamo_backend"]} == {each.value for each in DynamoBackend}
+    assert set(WORDS["compute_environment"]) == {each.value for each in ComputeEnvironment}
+
+
+@pytest.mark.parametrize("name", ACCELERATE_FILES)
+def test_a_line_that_leads_nowhere_says_why(name):
+    assert all(line.ours or line.note for line in imported(ACCELERATE_FILES[name]).lines)
 
 
 def test_a_config_without_a_kind_is_refused():

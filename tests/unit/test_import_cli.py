@@ -12,9 +12,11 @@ from ds_trainer.cli import main
 from ds_trainer.config.accelerate.from_accelerate import from_accelerate
 from ds_trainer.config.deepspeed.from_deepspeed import from_deepspeed
 from ds_trainer.config.import_report import report
-from ds_trainer.config.imported import Imported
+from ds_trainer.config.imported import LAUNCHERS, Imported
 from ds_trainer.config.io import load_config
 from ds_trainer.config.keys import assign, flatten
+from ds_trainer.config.native_files import load_native
+from ds_trainer.errors import ConfigErrors
 from tests.helpers.foreign_configs import ACCELERATE_FILES, DEEPSPEED_FILES, DEEPSPEED_TUTORIAL, HF_ZERO3
 
 
@@ -73,6 +75,66 @@ def test_accelerates_json_is_known_too(write, capsys):
     assert json.loads(capsys.readouterr().out)["parallel"]["engine"] == "ddp"
 
 
+@pytest.mark.parametrize("name", ["a.json", "config", "a.yaml"])
+@pytest.mark.parametrize("text, kind", [(ACCELERATE_FILES["fsdp2"], "fsdp2"), (DEEPSPEED_TUTORIAL, "deepspeed")])
+@pytest.mark.parametrize("option", [True, False])
+def test_a_file_is_read_by_its_content_whatever_its_name_and_with_from_too(write, capsys, name, text, kind, option):
+    kinds = {"fsdp2": "accelerate", "deepspeed": "deepspeed"}
+    assert exit_code(write(name, text), *(["--from", kinds[kind]] if option else [])) == 0
+    assert json.loads(capsys.readouterr().out)["parallel"]["engine"] == kind
+
+
+def test_keys_of_a_yaml_are_texts_as_in_json_and_aliases_are_resolved(write):
+    path = write("a", "1: a\nno: b\nbase: &base {x: 1}\nmore: {<<: *base, y: 2}")
+    assert load_native(path) == {"1": "a", "no": "b", "base": {"x": 1}, "more": {"x": 1, "y": 2}}
+
+
+def test_a_dash_is_stdin():
+    command = [sys.executable, "-m", "ds_trainer", "config", "import", "-"]
+    done = subprocess.run(command, input=ACCELERATE_FILES["fsdp2"], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout)["parallel"]["engine"] == "fsdp2"
+
+
+@pytest.mark.parametrize(
+    "text, kind, parts",
+    [
+        (ACCELERATE_FILES["fsdp2"], "deepspeed", ["looks like an accelerate YAML", "--from accelerate"]),
+        (ACCELERATE_FILES["fsdp2"], "hf", ["looks like an accelerate YAML", "--from accelerate"]),
+        (DEEPSPEED_TUTORIAL, "accelerate", ["looks like a DeepSpeed JSON", "--from deepspeed"]),
+        ('{"output_dir": "out"}', "deepspeed", ["looks like TrainingArguments", "--from hf"]),
+        ('{"model": {}, "zero": {"stage": 2}}', "deepspeed", ["model, zero, of which a DeepSpeed JSON has none"]),
+    ],
+)
+def test_a_file_of_another_kind_than_from_says_is_refused(write, capsys, text, kind, parts):
+    assert exit_code(write("a", text), "--from", kind) == 2
+    out, err = capsys.readouterr()
+    assert not out and all(part in err for part in parts), err
+
+
+@pytest.mark.parametrize("text", [DEEPSPEED_TUTORIAL, HF_ZERO3, ACCELERATE_FILES["fsdp2"], '{"output_dir": "out"}'])
+def test_check_of_another_tools_file_points_to_the_import(write, capsys, text):
+    path = write("other", text)
+    with pytest.raises(SystemExit) as stop:
+        main(["config", "check", str(path)])
+    assert stop.value.code == 2 and f"ds-trainer config import {path}" in capsys.readouterr().err
+
+
+def test_a_run_with_one_key_of_another_tool_is_still_told_what_the_key_is_here(write, capsys):
+    assert main(["config", "check", str(write("run.json", '{"model": {}, "learning_rate": 1}'))]) == 2
+    err = capsys.readouterr().err
+    assert "learning_rate is called optimizer.lr here" in err and "config import" not in err
+
+
+def test_a_refused_import_names_the_files_own_keys(write, capsys):
+    path = write("ds.json", '{"steps_per_print": 5, "train_micro_batch_size_per_gpu": -2, "gradient_clipping": "much"}')
+    assert exit_code(path) == 2
+    err = capsys.readouterr().err
+    assert "batch.micro_size is -2 (integer) in train_micro_batch_size_per_gpu of ds.json" in err
+    last = err.rstrip().splitlines()[-1]
+    assert f"in {path} change train_micro_batch_size_per_gpu (-> batch.micro_size)" in last
+    assert "gradient_clipping (-> optimizer.max_grad_norm)" in last and "steps_per_print" not in last
+
+
 def test_a_file_is_what_from_says(write, capsys):
     assert exit_code(write("ds.json", '{"steps_per_print": 5}'), "--from", "deepspeed") == 0
     assert json.loads(capsys.readouterr().out)["native"] == {"deepspeed": {"steps_per_print": 5}}
@@ -107,6 +169,14 @@ def test_an_outcome_that_breaks_a_rule_is_told_beneath_the_report_and_not_writte
     assert "Nothing was written" in beneath and not out and not (tmp_path / "run.json").exists()
 
 
+def bomb(level):
+    """YAML whose last key stands for 10 ** 9 values."""
+    lines = ["a0: &a0 {b: 1}"]
+    for n in range(1, 10):
+        lines.append(f"a{n}: &a{n} {level.replace('ALIASES', ', '.join([f'*a{n - 1}'] * 10))}")
+    return "\n".join(lines)
+
+
 @pytest.mark.parametrize(
     "name, text, parts",
     [
@@ -114,10 +184,33 @@ def test_an_outcome_that_breaks_a_rule_is_told_beneath_the_report_and_not_writte
         ("a.json", '{"a": 1', ["a.json, line 1, column"]),
         ("a.json", "[1, 2]", ["holds no keys", "mapping"]),
         ("a.json", "", ["is empty"]),
+        ("a.json", "{}", ["holds no keys"]),
+        ("a.json", "null", ["holds no keys, but null"]),
+        ("a.json", '{"a": NaN}', ["NaN is not a number"]),
+        ("a.json", '{"a": 8 "b": 2}', ["a.json, line 1, column 9"]),
+        ("a.json", '{"a": 8 // an end', ["ends within an object"]),
+        ("a.json", '{"train_batch_size": 1e400}', ["1e400 is too large"]),
+        ("a.json", '{"train_batch_size": 1e400, // with a comment\n}', ["1e400 is too large"]),
+        ("a.json", f'{{"a": {"9" * 5000}, // with a comment\n}}', ["an integer of 5000 digits"]),
+        ("a.json", '{"a":' * 100_000, ["nested more than 32 deep"]),
+        ("a.json", '{"a":' * 40 + "1, // with a comment\n" + "}" * 40, ["nested more than 32 deep"]),
+        ("a.json", "// a comment\n" + '{"a":' * 100_000, ["nested more than 32 deep"]),
+        ("a.yaml", "- " * 5000 + "1", ["nested more than 32 deep"]),
+        ("a.yaml", "a: &a [*a]", ["nested more than 32 deep"]),
+        ("a.yaml", bomb("[ALIASES]"), ["more than 100000 values"]),
+        ("a.yaml", bomb("{<<: [ALIASES]}"), ["more than 100000 values"]),
+        ("a.yaml", "a: 1\na: 2", ["a stands twice"]),
+        ("a.yaml", "a: .inf", [".inf is no finite number"]),
+        ("a.yaml", "a: 2026-02-31", ["day is out of range"]),
+        ("a.yaml", "a: !!bool x", ["a.yaml, line 1, column 4", "the tag"]),
+        ("a.yaml", "? {a: 1}\n: 2", ["a.yaml, line 1, column 3", "a key that is no text"]),
+        ("a.yaml", "# " * 10_000 + "\na: [", ["a.yaml, line 2"]),
+        ("a.yaml", "a: \x07", ["at position 3"]),
+        ("a.yaml", "a: 1\n---\na: 2", ["a.yaml, line 2"]),
         ("a.json", '{"a": 1, "a": 2}', ["a stands twice"]),
         ("a.json", b'{"a": "\xff"}', ["not UTF-8"]),
         ("a.yaml", "a: [1\nb: {", ["a.yaml, line"]),
-        ("a.yaml", "- 1", ["holds no keys", "YAML"]),
+        ("a.yaml", "- 1", ["holds no keys, but a list"]),
         ("a.json", '{"model": {}, "zero": {}}', ["model, zero", "--from"]),
     ],
 )
@@ -138,7 +231,11 @@ def test_whatever_stands_in_a_file_every_key_has_one_line(kind, tmp_path):
             for item in (None, {}, [], "x", "auto", -1, 1.5, False, ["a"], {"y": 1}):
                 native = parse(text)
                 assign(native, key, item)
-                found = from_deepspeed(native) if kind == "deepspeed" else from_accelerate(native, tmp_path)
+                try:
+                    found = from_deepspeed(native) if kind == "deepspeed" else from_accelerate(native, tmp_path)
+                except ConfigErrors as refused:  # a word that the tool does not know
+                    assert all(error.found.startswith(key) for error in refused.errors)
+                    continue
                 lines = [line.key for line in found.lines]
                 assert len(lines) == len(set(lines)) and set(flatten(native)) <= set(lines), (key, item)
                 assert report(found)
@@ -157,6 +254,26 @@ def test_the_report_has_a_line_for_each_key_aligned_and_counts_fates():
         "carried  d (left out)    -> run.seed                  a default",
         "2 carried, 1 changed, 1 dropped",
     ]
+
+
+def test_what_is_the_launchers_stands_in_one_line_at_the_end():
+    found = Imported()
+    found.drop("num_machines", 2, LAUNCHERS)
+    found.drop("c", 1, "why")
+    found.drop("machine_rank", 0, LAUNCHERS)
+    assert report(found).splitlines() == [
+        "dropped  c = 1  -> -  why",
+        f"the launcher's: num_machines = 2, machine_rank = 0: {LAUNCHERS}",
+        "0 carried, 0 changed, 1 dropped, 2 the launcher's",
+    ]
+
+
+def test_on_a_narrow_terminal_the_notes_stand_below_their_lines():
+    found = from_accelerate(yaml.safe_load(ACCELERATE_FILES["fsdp1"]), None)
+    narrow = report(found, 80)
+    assert all(len(line) <= 80 for line in narrow.splitlines())
+    assert "changed fsdp_config.fsdp_version (left out) -> -\n    accelerate's default: 1;" in narrow
+    assert report(found, 1000) == report(found)
 
 
 def test_an_import_loads_no_torch(write):

@@ -13,6 +13,7 @@ from ds_trainer.config.io import load_config
 from ds_trainer.config.keys import flatten, leaf_fields, value
 from ds_trainer.config.resolve import resolve
 from ds_trainer.config.resolved import Machine
+from ds_trainer.errors import ConfigError
 from ds_trainer.optim import lr_factor
 from tests.helpers.deepspeed_reads import accept
 from tests.helpers.foreign_configs import DEEPSPEED_FILES
@@ -121,6 +122,18 @@ def test_auto_is_left_open_and_names_the_key_to_set():
         ({"optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}}, {"optimizer.name": "adam"}),
         ({"optimizer": {"type": "Adam"}}, {"optimizer.name": "adamw"}),
         (
+            {"optimizer": {"type": "Adam", "params": {"torch_adam": True}}},
+            {"optimizer.weight_decay": 0.01, "optimizer.decay_norms_and_biases": True},
+        ),
+        (
+            {"optimizer": {"type": "Adam", "params": {"torch_adam": True, "weight_decay": 0}}},
+            {"optimizer.weight_decay": 0},
+        ),
+        (
+            {"optimizer": {"type": "Adam", "params": {"torch_adam": True, "adam_w_mode": False}}},
+            {"optimizer.name": "adam", "optimizer.weight_decay": None},
+        ),
+        (
             {"optimizer": {"type": "SGD", "params": {"momentum": 0.9}}},
             {"optimizer.name": "sgd", "optimizer.momentum": 0.9},
         ),
@@ -200,6 +213,51 @@ def test_what_cannot_be_carried_says_why_and_leaves_nothing_behind(native, key, 
 def test_what_changes_its_meaning_says_how(native, key, part):
     assert line(native, key).fate == "changed" and part in line(native, key).note
     load_config(imported(native).tree)
+
+
+def test_two_number_formats_are_refused_as_deepspeed_refuses_them():
+    both = {"train_batch_size": 2, "fp16": {"enabled": True}, "bf16": {"enabled": True}}
+    with pytest.raises(ConfigError, match="fp16.enabled and bf16.enabled are both true"):
+        imported(both)
+    with pytest.raises(ConfigError, match="both true"):
+        imported({"fp16": {"enabled": True}, "bfloat16": {"enabled": True}})
+    with pytest.raises(AssertionError, match="simultaneously"):
+        accept(both, 2)
+
+
+def test_torch_adam_asks_for_torchs_own_default():
+    assert torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))]).defaults["weight_decay"] == 0.01
+    native = {"optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}
+    assert "0.01" in line(native, "optimizer.params.weight_decay").note
+
+
+def test_aio_within_zero_optimization_is_carried_and_told_where_it_belongs():
+    offload = {"device": "nvme", "nvme_path": "/n"}
+    nested = {"zero_optimization": {"stage": 3, "offload_param": offload, "aio": {"block_size": 4096}}}
+    assert tree(nested)["zero.aio.block_size"] == 4096
+    found = line(nested, "zero_optimization.aio.block_size")
+    assert found.fate == "carried" and "top level" in found.note
+    both = nested | {"aio": {"block_size": 8192}}
+    assert tree(both)["zero.aio.block_size"] == 8192
+    assert line(both, "zero_optimization.aio.block_size").fate == "dropped"
+
+
+def test_an_unknown_key_of_a_section_is_not_taken_for_the_section():
+    note = line({"zero_optimization": {"stage": 2, "foo_bar": 1}}, "zero_optimization.foo_bar").note
+    assert "did you mean" not in note and note.endswith("remove it")
+    note = line({"zero_optimization": {"stage": 2, "overlap_com": True}}, "zero_optimization.overlap_com").note
+    assert "did you mean zero_optimization.overlap_comm?" in note
+
+
+@pytest.mark.parametrize("total, is_possible", [(8, False), (12, True)])
+def test_a_batch_that_fits_no_number_of_ranks_says_so(total, is_possible):
+    native = {"train_batch_size": total, "train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 2}
+    assert ("fits no number of ranks" in line(native, "train_batch_size").note) is not is_possible
+
+
+@pytest.mark.parametrize("name", DEEPSPEED_FILES)
+def test_a_line_that_leads_nowhere_says_why(name):
+    assert all(line.ours or line.note for line in imported(DEEPSPEED_FILES[name]).lines)
 
 
 def test_the_schedulers_peak_rules_over_the_optimizers_learning_rate():

@@ -48,15 +48,35 @@ def script_notes(resolved: ResolvedConfig) -> list[str]:
     return notes
 
 
+def python_notes(resolved: ResolvedConfig) -> list[str]:
+    """What the plugins in Python say in a way that surprises."""
+    config, on = resolved.config, backend(resolved.config)
+    if on == "deepspeed" and config.precision.dtype != "fp32":
+        return [f"mixed_precision is 'no' because DEEPSPEED itself says {config.precision.dtype}"]
+    if on == "fsdp2":
+        return [
+            "cpu_ram_efficient_loading=True, with the model loaded after make_accelerator(), loads on one rank of each "
+            "machine alone; else every rank holds all weights in host memory until prepare"
+        ]
+    return []
+
+
 def _file_notes(resolved: ResolvedConfig) -> list[str]:
     """What the plugins can be told in Python only."""
     config, on = resolved.config, backend(resolved.config)
+    launch = (
+        f"num_processes {resolved.machine.world} on num_machines 1: num_machines, machine_rank and main_process_ip are "
+        "the launcher's; set them in each machine's file, or give them to accelerate launch"
+    )
+    start = [launch] if resolved.machine.world > 1 else []
     if on == "deepspeed":
         return [
+            *start,
             "zero.*, beyond stage and offload devices: use the Python, or write a DeepSpeed JSON (ds-trainer config "
-            "translate --to deepspeed) and name it as deepspeed_config_file"
+            "translate --to deepspeed) and name it as deepspeed_config_file",
         ]
-    notes = [f"batch.accumulation {config.batch.accumulation}: accelerate launch does not hand it on; use the Python"]
+    accumulation = f"batch.accumulation {config.batch.accumulation}"
+    notes = [*start, f"{accumulation}: accelerate launch does not hand it on; use the Python"]
     if on == "ddp":
         notes.append("ddp.*: use the Python, which makes DistributedDataParallelKwargs")
         return notes

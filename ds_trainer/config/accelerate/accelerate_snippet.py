@@ -7,7 +7,7 @@ from pprint import pformat
 from textwrap import indent
 from typing import Any
 
-from ds_trainer.config.accelerate.accelerate_notes import script_notes
+from ds_trainer.config.accelerate.accelerate_notes import python_notes, script_notes
 from ds_trainer.config.accelerate.to_accelerate import accelerate_arguments
 from ds_trainer.config.deepspeed.to_deepspeed import gathering_on_save
 from ds_trainer.config.resolved import ResolvedConfig
@@ -48,7 +48,10 @@ def accelerate_snippet(resolved: ResolvedConfig) -> str:
     if handlers:
         options["kwargs_handlers"] = f"[{_lines(handlers)}]"
     made = indent(f"return {_call('Accelerator', options)}", "    ")
-    notes = "".join(f"# {note}\n" for note in ("prepare(model, optimizer), in one call", *script_notes(resolved)))
+    notes = "".join(
+        f"# {note}\n"
+        for note in ("prepare(model, optimizer), in one call", *python_notes(resolved), *script_notes(resolved))
+    )
     return "\n".join(imports) + f"\n\n\n{native}def make_accelerator():\n{made}\n\n\n{notes}"
 
 

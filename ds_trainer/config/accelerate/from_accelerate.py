@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ds_trainer.config.accelerate.accelerate_words import check_words
 from ds_trainer.config.accelerate.from_accelerate_fsdp import (
     carry_fsdp,
     carry_parallelism,
@@ -20,18 +21,15 @@ from ds_trainer.config.accelerate.from_accelerate_fsdp import (
     keep_fsdp_defaults,
 )
 from ds_trainer.config.deepspeed.from_deepspeed import keep_defaults, read_deepspeed
-from ds_trainer.config.imported import Imported, Line
+from ds_trainer.config.imported import LAUNCHERS, Imported, Line
 from ds_trainer.config.keys import assign, flatten
 from ds_trainer.config.native_files import load_native
 from ds_trainer.errors import ConfigError
 
-_LAUNCHER = "the launcher's: give it to torchrun or accelerate launch"
 _TPU = "for TPUs and clouds, on which ds_trainer does not run; there is nothing to do"
 _LAUNCH_KEYS = {
     **dict.fromkeys(
         (
-            "compute_environment",
-            "debug",
             "enable_cpu_affinity",
             "gpu_ids",
             "machine_rank",
@@ -46,7 +44,7 @@ _LAUNCH_KEYS = {
             "deepspeed_inclusion_filter",
             "deepspeed_multinode_launcher",
         ),
-        _LAUNCHER,
+        LAUNCHERS,
     ),
     **dict.fromkeys(
         (
@@ -63,15 +61,21 @@ _LAUNCH_KEYS = {
         ),
         _TPU,
     ),
-    "main_training_function": "for notebooks: a run is started by ds-trainer train or by Trainer.fit",
 }
 """Key by its last part -> why it has no place in a run's JSON."""
+
+_OWN = {
+    "compute_environment": ("LOCAL_MACHINE", "accelerate's own; ds_trainer runs where it is started"),
+    "debug": (False, "accelerate's own, a check of what ranks send; there is nothing to set"),
+    "main_training_function": ("main", "accelerate's own, for notebooks; ds-trainer train or Trainer.train runs"),
+}
+"""Key -> the value that asks for nothing, and what it is."""
 
 _NOT_HERE = {
     "fp8_config": "there is no fp8 here; precision.dtype is bf16 at the least",
     "ipex_config": "ds_trainer runs on a CPU with torch alone",
     "megatron_lm_config": "Megatron-LM is no engine of ds_trainer; set parallel.engine",
-    "mpirun_config": _LAUNCHER,
+    "mpirun_config": LAUNCHERS,
 }
 """Section -> why it is dropped as a whole."""
 
@@ -100,10 +104,12 @@ def from_accelerate(native: Mapping[str, Any], folder: Path) -> Imported:
         folder: Where it lies: `deepspeed_config_file` is looked for there, then in the working directory.
 
     Raises:
-        ConfigError: It names no `distributed_type`, or a `deepspeed_config_file` that cannot be read.
+        ConfigError: It names no `distributed_type`, a word that accelerate does not know, or a `deepspeed_config_file`
+            that cannot be read.
     """
     native = _switches(native)
     _check_sections(native)
+    check_words(native)
     kind, found = _kind(native), Imported()
     if engine := _engine(native, kind):
         assign(found.tree, "parallel.engine", engine)
@@ -164,6 +170,8 @@ def _carry(found: Imported, native: Mapping[str, Any], kind: str, key: str, item
         found.carry(key, item, {}, "says nothing")
     elif section in _SECTION_OF and kind != _SECTION_OF[section]:
         found.drop(key, item, f"accelerate does not read it with distributed_type {kind}: nothing is lost")
+    elif section in _LAUNCH_KEYS and _LAUNCH_KEYS[section] == _TPU and item in (False, "no"):
+        found.carry(key, item, {}, "off; for TPUs and clouds")
     elif section in _NOT_HERE or section in _LAUNCH_KEYS:
         found.drop(key, item, _NOT_HERE.get(section) or _LAUNCH_KEYS[section])
     elif section == "fsdp_config":
@@ -185,11 +193,22 @@ def _carry_top(found: Imported, kind: str, key: str, item: Any) -> None:
         case "fp16":
             _carry_mixed_precision(found, "fp16" if item else "no", key)
         case "use_cpu":
-            found.carry(key, item, {"run.device": "cpu"} if item else {})
+            found.carry(
+                key,
+                item,
+                {"run.device": "cpu"} if item else {},
+                "" if item else "run.device is the GPU wherever there is one",
+            )
         case "gradient_accumulation_steps":
             found.carry(key, item, {"batch.accumulation": item})
         case "gradient_clipping":
             found.carry(key, item, {"optimizer.max_grad_norm": item})
+        case "compute_environment" | "debug" | "main_training_function":
+            usual, note = _OWN[key]
+            if item == usual:
+                found.carry(key, item, {}, note)
+            else:
+                found.drop(key, item, note)
         case _:
             found.drop(key, item, "ds_trainer has no key for it; there is nothing to set")
 
@@ -215,9 +234,10 @@ def _carry_mixed_precision(found: Imported, item: Any, key: str = "mixed_precisi
     text = _text(item).lower()
     if text == "no":
         is_said = any("precision.dtype" in line.ours for line in found.lines)
-        found.carry(key, item, {} if is_said else {"precision.dtype": "fp32"})
+        note = "the DeepSpeed JSON says the number format" if is_said else ""
+        found.carry(key, item, {} if is_said else {"precision.dtype": "fp32"}, note)
     elif text == "fp8":
-        found.carry(key, item, {"precision.dtype": "bf16"}, "there is no fp8 here", changed=True)
+        found.carry(key, item, {"precision.dtype": "bf16"}, "there is no fp8 here: bf16 is used", changed=True)
     else:
         found.carry(key, item, {"precision.dtype": text})
 

@@ -8,11 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ds_trainer.config.accelerate.accelerate_words import STRATEGIES, check_fsdp_words
 from ds_trainer.config.imported import Imported
 from ds_trainer.config.keys import flatten
-
-_STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
-"""FSDP1's words; a number in a YAML counts them from 1."""
 
 _KEEPS_GATHERED = ("SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2")
 _HYBRID = ("HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
@@ -29,7 +27,12 @@ _GONE = {
 
 
 def fsdp_engine(native: Mapping[str, Any]) -> str:
-    """What runs an FSDP config: FSDP1's NO_SHARD is DDP."""
+    """What runs an FSDP config: FSDP1's NO_SHARD is DDP.
+
+    Raises:
+        ConfigErrors: It has words that FSDP does not know.
+    """
+    check_fsdp_words(_section(native), is_fsdp2=_version(_section(native)) == 2)
     return "ddp" if _strategy(_section(native)) == "NO_SHARD" else "fsdp2"
 
 
@@ -50,8 +53,8 @@ def carry_fsdp(found: Imported, native: Mapping[str, Any], key: str, item: Any) 
     elif _strategy(section) == "NO_SHARD":
         found.drop(key, item, "NO_SHARD is ddp, which cuts nothing: nothing is lost")
     elif name == "version":
-        note = "" if _version(section) == 2 else _ONLY_FSDP2
-        found.carry(key, item, {}, note, changed=bool(note))
+        is_fsdp2 = _version(section) == 2
+        found.carry(key, item, {}, "fsdp2 is FSDP2" if is_fsdp2 else _ONLY_FSDP2, changed=not is_fsdp2)
     elif name == "offload_params":
         found.carry(key, item, {"fsdp.cpu_offload": item})
     elif name == "cpu_ram_efficient_loading":
@@ -106,7 +109,7 @@ def _strategy(section: Mapping[str, Any]) -> str | None:
     if _version(section) == 2:
         return None
     said = str(section.get("sharding_strategy", section.get("reshard_after_forward", "FULL_SHARD"))).upper()
-    return dict(zip("12345", _STRATEGIES, strict=True)).get(said, said)
+    return dict(zip("12345", STRATEGIES, strict=True)).get(said, said)
 
 
 def _carry_strategy(found: Imported, native: Mapping[str, Any], key: str, item: Any) -> None:
@@ -121,8 +124,6 @@ def _carry_strategy(found: Imported, native: Mapping[str, Any], key: str, item: 
     elif strategy == "NO_SHARD":
         note = "DDP, whose mixed precision is torch.autocast over fp32 parameters"
         found.carry(key, item, {"parallel.engine": "ddp"}, note, changed=True)
-    elif strategy not in _STRATEGIES:
-        found.drop(key, item, "FSDP knows no such strategy; set fsdp.reshard_after_forward")
     else:
         ours: dict[str, Any] = {"fsdp.reshard_after_forward": strategy not in _KEEPS_GATHERED}
         note = ""

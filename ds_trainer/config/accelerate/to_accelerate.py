@@ -67,7 +67,7 @@ def _fsdp(config: RunConfig) -> dict[str, Any]:
         "reshard_after_forward": bool(fsdp.reshard_after_forward),
         # accelerate takes the classes that transformers says are not to be split where none are named, as we do.
         "auto_wrap_policy": fsdp.auto_wrap_policy or "transformer_based_wrap",
-        # It would load on rank 0 alone and broadcast whole tensors.
+        # It would broadcast whole tensors of rank 0: ds_trainer's ranks read their own slices.
         "cpu_ram_efficient_loading": False,
     }
     if fsdp.transformer_layer_cls_to_wrap is not None:
@@ -146,7 +146,9 @@ def _fsdp_section(config: RunConfig) -> dict[str, Any]:
     section = {
         "fsdp_activation_checkpointing": bool(config.model.gradient_checkpointing),
         "fsdp_auto_wrap_policy": plugin["auto_wrap_policy"].upper(),
-        "fsdp_cpu_ram_efficient_loading": plugin["cpu_ram_efficient_loading"],
+        # With it a script's from_pretrained loads on one rank of each machine, and else all weights on every rank.
+        # FSDP2 then sends them by itself: fsdp_sync_module_states is FSDP1's.
+        "fsdp_cpu_ram_efficient_loading": True,
         "fsdp_offload_params": config.fsdp.cpu_offload,
         "fsdp_reshard_after_forward": plugin["reshard_after_forward"],
         "fsdp_state_dict_type": "SHARDED_STATE_DICT",

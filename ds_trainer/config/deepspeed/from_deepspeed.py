@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 from ds_trainer.config.deepspeed.from_deepspeed_optimizer import (
@@ -22,6 +23,7 @@ from ds_trainer.config.deepspeed.native_keys import check_native, unified_keys
 from ds_trainer.config.deepspeed.zero_keys import OFFLOAD_DEVICES, OFFLOAD_STAGES, STAGES
 from ds_trainer.config.imported import Imported, Line
 from ds_trainer.config.keys import assign, default, flatten
+from ds_trainer.errors import ConfigError
 
 Native = Mapping[str, Any]
 """A DeepSpeed JSON as dotted keys, under the names that DeepSpeed has for them today."""
@@ -43,6 +45,9 @@ _REPLACED: dict[str, tuple[str, dict[bool, Any]]] = {
     "fp32_allreduce": ("communication_data_type", {True: "fp32", False: None}),
 }
 """Switch of old files -> the key that took its place, and the value that each of its states stands for."""
+
+_NESTED_AIO = f"{_ZERO}.aio."
+"""Where documentation of Hugging Face once had the section."""
 
 _DTYPES = {
     **dict.fromkeys(("fp32", "float32", "float", "torch.float32"), "fp32"),
@@ -72,6 +77,9 @@ def from_deepspeed(native: Mapping[str, Any], name: str = "") -> Imported:
     Args:
         native: The JSON as it stands in the file.
         name: What precedes its keys in the report; empty where the file stands for itself.
+
+    Raises:
+        ConfigError: It switches on both fp16 and bf16.
     """
     found = read_deepspeed(native, name)
     keep_defaults(found)
@@ -79,17 +87,24 @@ def from_deepspeed(native: Mapping[str, Any], name: str = "") -> Imported:
 
 
 def read_deepspeed(native: Mapping[str, Any], name: str = "") -> Imported:
-    """As `from_deepspeed`, before DeepSpeed's defaults are kept: another file may have a say in them."""
+    """As `from_deepspeed`, before DeepSpeed's defaults are kept: another file may have a say in them.
+
+    Raises:
+        ConfigError: It switches on both fp16 and bf16.
+    """
     found = Imported()
     assign(found.tree, "parallel.engine", "deepspeed")
     written = {key: _whole(item) for key, item in flatten(native).items()}
     today = {key: _today(key, item) for key, item in written.items()}
+    # An old form beside today's is not read.
+    today = {key: named if named[0] not in written else (key, written[key]) for key, named in today.items()}
     flat = dict(today.values())
+    _check_formats(flat)
     for key, (name_today, item) in today.items():
         _carry(found, flat, name_today, item)
         if name_today != key:
             line = found.lines.pop()
-            note = "; ".join(filter(None, (f"an old form of {name_today}", line.note)))
+            note = "; ".join(filter(None, (_renaming(key, name_today), line.note)))
             found.lines.append(replace(line, key=key, value=written[key], note=note))
     keep_optimizer_defaults(found, flat)
     if name:
@@ -97,8 +112,23 @@ def read_deepspeed(native: Mapping[str, Any], name: str = "") -> Imported:
     return found
 
 
+def _check_formats(flat: Native) -> None:
+    if flat.get("fp16.enabled") is True and flat.get("bf16.enabled") is True:
+        raise ConfigError(
+            "fp16.enabled and bf16.enabled are both true",
+            "a run has one number format: DeepSpeed stops here too",
+            "set one of them to false",
+        )
+
+
+def _renaming(key: str, name_today: str) -> str:
+    if key.startswith(_NESTED_AIO):
+        return f"DeepSpeed reads it at the top level only, as {name_today}"
+    return f"an old form of {name_today}"
+
+
 def keep_defaults(found: Imported) -> None:
-    """Sets DeepSpeed's defaults for what no line led to, where ours differ."""
+    """Sets DeepSpeed's defaults for what no line led to, where ours differ; says so where no batch is possible."""
     if (stage := _set(found, "zero.stage")) is None:
         stage = _keep(found, f"{_ZERO}.stage", "zero.stage", 0)
     _keep(found, "gradient_clipping", "optimizer.max_grad_norm", 1.0)
@@ -117,6 +147,19 @@ def keep_defaults(found: Imported) -> None:
         _keep(found, f"{_ZERO}.{name}", f"zero.{name}", 100_000)
     if _set(found, "zero.offload_param.device") == "nvme":
         _keep(found, f"{_ZERO}.offload_param.max_in_cpu", "zero.offload_param.max_in_cpu", 10**9)
+    _note_batch(found)
+
+
+def _note_batch(found: Imported) -> None:
+    """DeepSpeed stops at a batch that its factors do not divide, on any number of ranks, and so will ds_trainer."""
+    total = _set(found, "batch.global_size")
+    keys = [key for key in ("batch.micro_size", "batch.accumulation") if _set(found, key)]
+    factors = [_set(found, key) for key in keys]
+    if not all(type(number) is int for number in (total, *factors)) or total % prod(factors) == 0:
+        return
+    product = " x ".join(f"{key} {factor}" for key, factor in zip(keys, factors, strict=True))
+    note = f"fits no number of ranks: it is no multiple of {product}; change one of them"
+    found.lines = [replace(line, note=note) if line.ours == ("batch.global_size",) else line for line in found.lines]
 
 
 def _keep(found: Imported, native: str, ours: str, item: Any, note: str = "") -> Any:
@@ -143,6 +186,8 @@ def _today(key: str, item: Any) -> tuple[str, Any]:
     if key in _REPLACED and isinstance(item, bool):
         name, values = _REPLACED[key]
         return name, values[item]
+    if key.startswith(_NESTED_AIO):
+        return key.removeprefix(f"{_ZERO}."), item
     section, dot, rest = key.partition(".")
     return (f"bf16{dot}{rest}" if section == "bfloat16" else _RENAMED.get(key, key)), item
 
@@ -215,7 +260,8 @@ def _carry_format(found: Imported, flat: Native, key: str, item: Any) -> None:
     elif state == "auto" and item != default(_OURS[key]):
         found.drop(key, item, f"whether fp16 is on is open; if it is, set precision.dtype and {_OURS[key]}")
     else:
-        found.carry(key, item, {} if state == "auto" else {_OURS[key]: item})
+        is_open = state == "auto"
+        found.carry(key, item, {} if is_open else {_OURS[key]: item}, "the default here too" if is_open else "")
 
 
 def _carry_enabled(found: Imported, flat: Native, key: str, item: Any) -> None:

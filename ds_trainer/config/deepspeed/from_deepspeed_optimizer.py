@@ -54,7 +54,7 @@ _DEFAULTS: dict[str, dict[str, float]] = {
     "WarmupDecayLR": {"warmup_num_steps": 1000, "warmup_max_lr": 1e-3},
     "WarmupCosineLR": {"warmup_num_steps": 1000, "cos_min_ratio": 1e-4},
 }
-_LR = "optimizer.params.lr"
+_LR, _DECAY = "optimizer.params.lr", "optimizer.params.weight_decay"
 
 
 def carry_optimizer(found: Imported, flat: Mapping[str, Any], key: str, item: Any) -> None:
@@ -77,9 +77,8 @@ def carry_optimizer(found: Imported, flat: Mapping[str, Any], key: str, item: An
         found.carry(key, item, {}, f"optimizer.name is {name}; torch's kernels are used unless it is offloaded")
     elif key == _LR and _peak(flat) not in (None, item):
         found.drop(key, item, "DeepSpeed's scheduler overwrites it with its warmup_max_lr: nothing is lost")
-    elif key == "optimizer.params.weight_decay" and item:
-        ours = {"optimizer.weight_decay": item, "optimizer.decay_norms_and_biases": True}
-        found.carry(key, item, ours, "DeepSpeed's optimizer decays every parameter it is given")
+    elif key == _DECAY and item:
+        found.carry(key, item, _decay(item), "DeepSpeed's optimizer decays every parameter it is given")
     elif param in _READS[name]:
         found.carry(key, item, {OPTIMIZER_KEYS[key]: item})
     else:
@@ -115,6 +114,12 @@ def keep_optimizer_defaults(found: Imported, flat: Mapping[str, Any]) -> None:
         found.keep("scheduler", {"schedule.name": "constant"}, "without one, DeepSpeed's learning rate stays")
     if has_optimizer and not any("optimizer.lr" in line.ours for line in found.lines):
         found.keep(_LR, {"optimizer.lr": 1e-3}, "DeepSpeed's default: 1e-3")
+    if _optimizer(flat) == "adamw" and flat.get("optimizer.params.torch_adam") is True and _DECAY not in flat:
+        found.keep(_DECAY, _decay(0.01), "the default of torch.optim.AdamW, which torch_adam asks for: 0.01")
+
+
+def _decay(item: Any) -> dict[str, Any]:
+    return {"optimizer.weight_decay": item, "optimizer.decay_norms_and_biases": True}
 
 
 def _optimizer(flat: Mapping[str, Any]) -> str | None:

@@ -124,8 +124,13 @@ def _nearest_native(key: str) -> str:
                 return refused[1]
             meant = unified_keys().get(f"{section}.{name}")
             return f"it belongs inside {section}{f'; set {meant}' if meant else ''}"
-    paths = [*TOP_LEVEL, *(f"{section}.{name}" for section, names in SECTIONS.items() for name in names)]
-    close = get_close_matches(key, paths, n=1) or get_close_matches(name, TOP_LEVEL, n=1)
+    section = key.rpartition(".")[0]
+    if section in SECTIONS:  # by its name alone: all keys of a section are alike in the section
+        close = [f"{section}.{meant}" for meant in get_close_matches(name, SECTIONS[section], n=1)]
+    else:
+        paths = [*TOP_LEVEL, *(f"{section}.{name}" for section, names in SECTIONS.items() for name in names)]
+        close = get_close_matches(key, [path for path in paths if not key.startswith(f"{path}.")], n=1)
+    close = close or get_close_matches(name, TOP_LEVEL - {section}, n=1)
     return f"did you mean {close[0]}?" if close else "remove it"
 
 

@@ -11,13 +11,9 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from ds_trainer.config.accelerate.from_accelerate_fsdp import (
-    carry_fsdp,
-    carry_parallelism,
-    fsdp_engine,
-    keep_fsdp_defaults,
-)
+from ds_trainer.config.accelerate.from_accelerate_fsdp import carry_parallelism
 from ds_trainer.config.deepspeed.from_deepspeed import keep_defaults, read_deepspeed
+from ds_trainer.config.hf.from_hf_fsdp import carry_fsdp_fields
 from ds_trainer.config.hf.from_hf_moments import carry_data, carry_evaluation, carry_logging, carry_saving
 from ds_trainer.config.hf.from_hf_training import (
     carry_length,
@@ -28,9 +24,8 @@ from ds_trainer.config.hf.from_hf_training import (
 )
 from ds_trainer.config.hf.hf_given import HFImport
 from ds_trainer.config.hf.hf_keys import FIELDS, RENAMED, SAME
-from ds_trainer.config.imported import Imported, Line
+from ds_trainer.config.imported import Imported
 from ds_trainer.config.keys import assign, default, flatten
-from ds_trainer.config.native_files import load_native
 from ds_trainer.errors import ConfigError, ConfigErrors
 
 _WITH_OTHERS = {
@@ -40,11 +35,6 @@ _WITH_OTHERS = {
 """Fields with a key of their own whose value depends on other fields."""
 
 _DEEPSPEED = "deepspeed: "
-
-_WORDS = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2", "offload", "auto_wrap")
-"""What `fsdp` may hold as text: FSDP1's strategies, and two switches."""
-
-_HYBRID = "one copy of the model on each machine: their number is parallelism_config.dp_replicate_size, or 1"
 
 
 def from_hf(arguments: Mapping[str, Any], steps_per_epoch: int | None = None, folder: Path = Path()) -> Imported:
@@ -61,7 +51,7 @@ def from_hf(arguments: Mapping[str, Any], steps_per_epoch: int | None = None, fo
         ConfigError: A file that a field names cannot be read; bf16 and fp16 together; an unknown word in fsdp.
     """
     given = HFImport(arguments, steps_per_epoch, folder)
-    native = _section(given, "deepspeed")
+    native = given.section("deepspeed")
     has = {key.partition(".")[0] for key in flatten(native or {})}
     engine = "deepspeed" if native is not None else "fsdp2" if given["fsdp"] else "ddp"
     _carry_same(given, engine)
@@ -78,7 +68,7 @@ def from_hf(arguments: Mapping[str, Any], steps_per_epoch: int | None = None, fo
         given.carry("deepspeed", {"parallel.engine": "deepspeed"}, "its keys follow")
         _lay_over(given.found, _filled_in(native, given))
     elif engine == "fsdp2":
-        _carry_fsdp(given)
+        carry_fsdp_fields(given)
     else:
         given.found.carry("deepspeed", None, {"parallel.engine": "ddp"}, "without DeepSpeed and FSDP it is DDP")
     if engine != "fsdp2":
@@ -114,15 +104,6 @@ def _report_the_rest(given: HFImport) -> None:
             given.carry(name, {}, field.why)
         elif field.why:
             given.drop(name, field.why)
-
-
-def _section(given: HFImport, name: str) -> dict[str, Any] | None:
-    """A field that holds a mapping or the path of a file with one; None where it is not set."""
-    item = given[name]
-    if not isinstance(item, str):
-        return item or None
-    beside = given.folder / item
-    return load_native(beside if beside.exists() else Path(item))
 
 
 def _filled_in(native: dict[str, Any], given: HFImport) -> Imported:
@@ -195,76 +176,3 @@ def _contradictions(found: Imported, deepspeed: Imported) -> Iterator[ConfigErro
                     "transformers takes a value that the DeepSpeed JSON says too only where both are the same",
                     f'set {line.key} to "auto", or both to the same',
                 )
-
-
-def _carry_fsdp(given: HFImport) -> None:
-    """`fsdp` and `fsdp_config`, in accelerate's words.
-
-    Source: transformers 5.24, `TrainingArguments._process_fsdp_args`.
-    """
-    written = _section(given, "fsdp_config") or {}
-    in_file = {name.removeprefix("fsdp_"): (name, item) for name, item in written.items()}
-    section = {name: item for name, (_, item) in in_file.items()}
-    section.setdefault("version", 2)
-    by_words = _of_words(given["fsdp"], section["version"])
-    section = by_words | section
-    section.setdefault("auto_wrap_policy", "TRANSFORMER_BASED_WRAP")
-    # Written there by transformers itself, as are the switches of XLA.
-    idle = {name for name, item in section.items() if not item and (name == "min_num_params" or name[:3] == "xla")}
-    native = {"fsdp_config": {_in_accelerate(name): item for name, item in section.items() if name not in idle}}
-    given.carry("fsdp", {"parallel.engine": fsdp_engine(native)}, "its keys follow")
-    before = len(given.found.lines)
-    for name, item in section.items():
-        if name in idle:
-            given.found.carry(f"fsdp_config.{in_file[name][0]}", item, {}, "off here too")
-        else:
-            carry_fsdp(given.found, native, f"fsdp_config.{_in_accelerate(name)}", item)
-            given.found.lines[-1] = _as_written(given.found.lines[-1], name, in_file, by_words)
-    keep_fsdp_defaults(given.found, native)
-    hybrid = str(section.get("reshard_after_forward", "")).lower().startswith("hybrid")
-    given.found.lines[before:] = [
-        replace(line, fate="changed", note=_HYBRID) if hybrid and "parallel.dp_replicate" in line.ours else line
-        for line in given.found.lines[before:]
-    ]
-
-
-def _as_written(line: Line, name: str, in_file: Mapping[str, Any], by_words: Mapping[str, Any]) -> Line:
-    """The line under the key of the file; without a value where the file does not have it."""
-    if name in in_file:
-        return replace(line, key=f"fsdp_config.{in_file[name][0]}")
-    whence = f"by fsdp: {line.value}" if name in by_words else f"transformers' default: {line.value}"
-    return replace(line, value=None, note="; ".join(filter(None, (whence, line.note))))
-
-
-def _of_words(said: bool | str | list[str], version: int | str) -> dict[str, Any]:
-    """What the words of `fsdp` mean in `fsdp_config`.
-
-    Raises:
-        ConfigError: There is no such word, in this version of FSDP.
-    """
-    words = [] if said is True else said.split() if isinstance(said, str) else said
-    section: dict[str, Any] = {}
-    for word in words if isinstance(words, list) else [words]:
-        if word not in _WORDS:
-            raise ConfigError(
-                f"fsdp is {said!r}, with {word!r}",
-                f"it is true or false, or of the words {', '.join(_WORDS)}",
-                "set fsdp to true, and the rest in fsdp_config",
-            )
-        if word == "offload":
-            section["cpu_offload"] = True
-        elif str(version) == "1" and word != "auto_wrap":
-            section.setdefault("reshard_after_forward", word)
-        elif word in ("full_shard", "shard_grad_op"):
-            section.setdefault("reshard_after_forward", word == "full_shard")
-        elif word != "auto_wrap":
-            raise ConfigError(
-                f"fsdp is {said!r}, with fsdp_config.version {version}",
-                f"{word} is a word of FSDP1 alone",
-                "set fsdp to true and fsdp_config.reshard_after_forward, or fsdp_config.version to 1",
-            )
-    return section
-
-
-def _in_accelerate(name: str) -> str:
-    return {"cpu_offload": "offload_params"}.get(name, name)

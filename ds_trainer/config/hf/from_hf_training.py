@@ -177,7 +177,8 @@ def carry_length(given: HFImport) -> None:
         given.carry("max_steps", {"run.max_steps": steps})
         given.drop("num_train_epochs", "max_steps overrides it: nothing is lost")
         return
-    given.drop("max_steps", "below 1 it says nothing: nothing is lost")
+    if "max_steps" in given.asked:
+        given.drop("max_steps", "below 1 it says nothing: nothing is lost")
     if epochs != int(epochs) and given.total_steps is not None:
         given.carry("num_train_epochs", {"run.max_steps": given.total_steps}, "epochs are whole here")
         return

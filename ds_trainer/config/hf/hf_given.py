@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
 from ds_trainer.config.hf.hf_keys import FIELDS, RENAMED, SWITCHES
 from ds_trainer.config.imported import Imported
+from ds_trainer.config.native_files import load_native
 from ds_trainer.errors import ConfigError, ConfigErrors
 
 _SAYS_NOTHING: tuple[Any, ...] = (None, "", [], {})
@@ -37,9 +39,7 @@ class HFImport:
         ConfigErrors: Values of a wrong type.
     """
 
-    def __init__(
-        self, arguments: Mapping[str, Any], steps_per_epoch: int | None = None, folder: Path = Path()
-    ) -> None:
+    def __init__(self, arguments: Mapping[str, Any], steps_per_epoch: int | None = None, folder: Path = Path()) -> None:
         self.found = Imported()
         self.steps_per_epoch, self.folder = steps_per_epoch, folder
         self.asked: dict[str, Any] = {}
@@ -50,7 +50,8 @@ class HFImport:
         for written, item in arguments.items():
             name = RENAMED.get(written, written)
             is_default = name in FIELDS and item == FIELDS[name].default
-            if is_default or item in _SAYS_NOTHING or (written in RENAMED and not item):
+            is_hidden = item == f"<{name.upper()}>"  # So transformers writes tokens, be they set or not.
+            if is_default or is_hidden or item in _SAYS_NOTHING or (written in RENAMED and not item):
                 self._at_default[written] = item
                 continue
             self.asked[name], self._written[name] = SWITCHES.get(written, item), (written, item)
@@ -65,6 +66,18 @@ class HFImport:
         if self["max_steps"] > 0:
             return int(self["max_steps"])
         return None if self.steps_per_epoch is None else math.ceil(self["num_train_epochs"] * self.steps_per_epoch)
+
+    def section(self, name: str) -> dict[str, Any] | None:
+        """A field that holds a mapping or the path of a file with one; None where it is not set.
+
+        Raises:
+            ConfigError: The file cannot be read.
+        """
+        item = self[name]
+        if not isinstance(item, str | Path):
+            return item or None
+        beside = self.folder / item
+        return load_native(beside if beside.exists() else Path(item))
 
     def holds(self, name: str) -> bool:
         """Whether a field is written, be it with its default."""
@@ -103,17 +116,19 @@ def _wrong_types(arguments: Mapping[str, Any]) -> Iterator[ConfigError]:
         name = RENAMED.get(written, written)
         takes = "" if item is None or name not in FIELDS else _takes(written, name, item)
         if takes:
-            yield ConfigError(f"{written} is {item!r}", f"TrainingArguments.{name} is {takes}", f"mend {written}")
+            yield ConfigError(
+                f"{written} is {item!r}", f"TrainingArguments.{name} is {takes}", f"write {written} so, or remove it"
+            )
 
 
 def _takes(written: str, name: str, item: Any) -> str:
     """What a field takes, if that is something else."""
     usual = FIELDS[name].default
     if name in _SECTIONS:
-        is_path = isinstance(item, str) and "path" in _SECTIONS[name]
+        is_path = isinstance(item, str | Path) and "path" in _SECTIONS[name]
         return "" if is_path or isinstance(item, Mapping) else _SECTIONS[name]
     if isinstance(usual, bool) or written in SWITCHES:
         return "" if isinstance(item, bool) else "true or false"
     if isinstance(usual, int | float):
-        return "" if isinstance(item, int | float) and not isinstance(item, bool) else _NUMBER
+        return "" if isinstance(item, Real) and not isinstance(item, bool) else _NUMBER
     return ""

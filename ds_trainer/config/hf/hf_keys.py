@@ -6,6 +6,7 @@ The one table between both worlds: callbacks read it (`ds_trainer.callbacks.hf_a
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -166,3 +167,15 @@ SWITCHES = {"group_by_length": "group_by_length", "no_cuda": True}
 
 SAME = {name: field.key for name, field in FIELDS.items() if field.key}
 """Field -> key that means the same."""
+
+_FIELD_OF = {key: name for name, key in reversed(SAME.items())} | {
+    "run.max_steps": "max_steps",
+    "run.epochs": "num_train_epochs",
+    "optimizer.name": "optim",
+    "schedule.name": "lr_scheduler_type",
+}
+
+
+def in_their_words(note: str) -> str:
+    """A text for those who have `TrainingArguments` to change: our keys that have a field under its name."""
+    return re.sub(r"\b[a-z]+\.[a-z_]+", lambda match: _FIELD_OF.get(match[0], match[0]), note)

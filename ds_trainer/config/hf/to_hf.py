@@ -58,7 +58,8 @@ def to_hf(resolved: ResolvedConfig) -> HFArguments:
         raise _no_such(f"parallel.engine is {engine!r}", "it runs on deepspeed, fsdp2 and ddp", "set one of them")
     if config.run.device == "cpu" and engine == "fsdp2":
         rule = "accelerate, which it calls, runs FSDP2 on GPUs only"
-        raise _no_such(f"FSDP2 on a CPU (run.device, {_ENGINE})", rule, f"set {_ENGINE} to ddp, or {_FOR_GPUS}")
+        found = f"FSDP2 on a CPU ({_ENGINE} {config.parallel.engine}, run.device cpu)"
+        raise _no_such(found, rule, f"set {_ENGINE} to ddp, or {_FOR_GPUS}")
     arguments = {name: value(config, key) for name, key in SAME.items() if _is_said(name, engine)}
     arguments |= _length(config) | _schedule(config) | _optimizer(config) | _data(config)
     arguments |= _evaluation_and_saving(config) | _logging(config)

@@ -1,0 +1,87 @@
+"""The words that accelerate and FSDP know, where a key takes one of a few. Pure.
+
+Source: accelerate 1.15, utils/constants.py and utils/dataclasses.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ds_trainer.errors import ConfigError, ConfigErrors
+
+STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
+"""How FSDP1 cuts; a number counts them from 1."""
+
+_DEVICES = ("NPU", "MLU", "SDAA", "MUSA", "XPU", "HPU", "NEURON")
+_PREFETCHES = ("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH")
+
+WORDS = {
+    "compute_environment": ("LOCAL_MACHINE", "AMAZON_SAGEMAKER"),
+    "distributed_type": (
+        *("DEEPSPEED", "FSDP", "MULTI_GPU", "MULTI_CPU", "NO", "MEGATRON_LM", "XLA"),
+        *(f"MULTI_{device}" for device in _DEVICES),
+    ),
+    "mixed_precision": ("no", "bf16", "fp16", "fp8"),
+    "dynamo_backend": (
+        *("no", "INDUCTOR", "EAGER", "AOT_EAGER", "AOT_TS_NVFUSER", "NVPRIMS_NVFUSER", "CUDAGRAPHS", "OFI", "FX2TRT"),
+        *("ONNXRT", "TENSORRT", "AOT_TORCHXLA_TRACE_ONCE", "TORCHXLA_TRACE_ONCE", "TVM"),
+        *("HPU_BACKEND", "NEURON"),
+    ),
+    "dynamo_mode": ("default", "reduce-overhead", "max-autotune"),
+}
+"""Key by its last part -> what it can be, in upper or lower case."""
+
+FSDP_WORDS = {
+    "version": ("1", "2"),
+    "auto_wrap_policy": ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"),
+    "backward_prefetch": _PREFETCHES,
+    "state_dict_type": ("SHARDED_STATE_DICT", "FULL_STATE_DICT", "LOCAL_STATE_DICT"),
+}
+_FSDP1_WORDS = {"sharding_strategy": STRATEGIES, "reshard_after_forward": (*STRATEGIES, "true", "false")}
+_COUNTED = ("sharding_strategy", "reshard_after_forward", "backward_prefetch")
+"""Keys that take the number of a word, from 1, too."""
+
+
+def check_words(native: Mapping[str, Any]) -> None:
+    """Refuses a word that accelerate does not know, outside `fsdp_config`.
+
+    Raises:
+        ConfigErrors: Every one.
+    """
+    dynamo = {f"dynamo_config.{name}": item for name, item in (native.get("dynamo_config") or {}).items()}
+    _refuse(_unknown({**native, **dynamo}, {**WORDS, **{f"dynamo_config.{name}": WORDS[name] for name in WORDS}}))
+
+
+def check_fsdp_words(section: Mapping[str, Any], is_fsdp2: bool) -> None:
+    """Refuses a word that FSDP does not know.
+
+    Args:
+        section: The FSDP section, its keys without `fsdp_`.
+        is_fsdp2: Whether it is FSDP2's, where a strategy is not read.
+
+    Raises:
+        ConfigErrors: Every one.
+    """
+    words = FSDP_WORDS if is_fsdp2 else FSDP_WORDS | _FSDP1_WORDS
+    _refuse(_unknown(section, words, "fsdp_config.fsdp_"))
+
+
+def _unknown(said: Mapping[str, Any], words: Mapping[str, tuple[str, ...]], prefix: str = "") -> Iterator[ConfigError]:
+    for name, item in said.items():
+        if name not in words or item in (None, {}, []):
+            continue
+        known = list(words[name])
+        numbers = [str(number) for number in range(1, len(known) + 1)] if name in _COUNTED else []
+        text = "no" if item is False and "no" in map(str.lower, known) else str(item)
+        if text.lower() not in [word.lower() for word in known + numbers]:
+            yield ConfigError(
+                f"{prefix}{name} is {item!r}",
+                f"accelerate knows {', '.join(known)}",
+                f"set {prefix}{name} to one of these",
+            )
+
+
+def _refuse(unknown: Iterator[ConfigError]) -> None:
+    if errors := list(unknown):
+        raise ConfigErrors(errors)
