@@ -88,9 +88,7 @@ def _print(resolved: ResolvedConfig, ranks: list[EngineFacts], same_hash: str | 
         _per_rank([f.param_bytes for f in ranks]),
         first.param_device,
         first.optimizer,
-        _per_rank([f.optimizer_bytes for f in ranks])
-        if first.optimizer_bytes
-        else "its states, made in step 1,",
+        _per_rank([f.optimizer_bytes for f in ranks]) if first.optimizer_bytes else "its states, made in step 1,",
         first.optimizer_device,
         f"; swap files: {_per_rank([f.nvme_bytes for f in ranks])}" if any(f.nvme_bytes for f in ranks) else "",
     )

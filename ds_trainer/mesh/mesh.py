@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import gc
 import os
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -23,6 +24,7 @@ from ds_trainer.mesh.status import DEFAULTS, Timeouts
 _MARGIN_S = 60.0
 """The group's own timeout comes later than the monitor's, whose text names who did not come."""
 
+_LAST_TENSORS_S = 0.25
 _holders: list[WeakMethod] = []
 _hosts: WeakKeyDictionary[dist.ProcessGroup, tuple[dist.ProcessGroup, Monitor]] = WeakKeyDictionary()
 """Of each default group its twin on the host and its monitor: one of each, however many trainers a program makes."""
@@ -161,3 +163,5 @@ def _leave(pid: int) -> None:
             release()
     gc.collect()  # What has let go lies in cycles of references.
     dist.destroy_process_group()
+    # A thread of gloo's that still frees a finished collective's tensors needs the interpreter, and aborts without it.
+    time.sleep(_LAST_TENSORS_S)

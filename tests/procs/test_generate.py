@@ -70,7 +70,7 @@ class Watch(Callback):
 
 
 @pytest.mark.case("F4")
-@pytest.mark.parametrize("engine", ["ddp", "zero2", *CUT])
+@pytest.mark.parametrize("engine", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("ddp", "zero2")), *CUT])
 def test_texts_are_those_of_one_process_and_the_training_goes_on_as_if_there_had_been_none(world, tmp_path, engine):
     results = world(train_with_and_without, 2, engine, tmp_path)
     lines = [json.loads(line) for line in (tmp_path / "with" / "generations.jsonl").read_text().splitlines()]

@@ -65,7 +65,9 @@ def test_no_rank_holds_more_than_its_share_of_a_cut_model(world, tmp_path, check
 
 
 @pytest.mark.case("E1")
-@pytest.mark.parametrize("engine", ["zero0", "zero1", "zero2"])
+@pytest.mark.parametrize(
+    "engine", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("zero0", "zero1")), "zero2"]
+)
 def test_a_replicated_model_is_held_once_by_each_rank_while_it_is_loaded(world, tmp_path, checkpoint, engine):
     peaks = world(load_peak, 2, tmp_path, checkpoint, engine)
     assert all(1 <= peak < 1.1 for peak in peaks), peaks

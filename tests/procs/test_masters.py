@@ -43,7 +43,7 @@ def initial_masters(checkpoint: str, out: str, sections: dict, as_instance: bool
 
 @pytest.mark.case("G1")
 @pytest.mark.parametrize("cell", CELLS)
-@pytest.mark.parametrize("as_instance", [False, True], ids=["path", "instance"])
+@pytest.mark.parametrize("as_instance", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["path", "instance"])
 def test_masters_hold_every_bit_of_an_fp32_checkpoint(world, tmp_path, cell, as_instance):
     checkpoint = tmp_path / "checkpoint"
     tiny_llama().save_pretrained(checkpoint)

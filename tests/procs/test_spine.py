@@ -59,12 +59,12 @@ OF_FOUR = {"fsdp2-hsdp": fsdp2(replicate=2), "fsdp2-number": fsdp2(reshard_after
 """Layouts that need four ranks."""
 LAYERS_LEFT = {"fsdp2-keep": 1, "fsdp2-number": 1 / 2, "fsdp2-hsdp": 1 / 2}
 """Share of a block that a rank holds once it has run; elsewhere under FSDP2 what the rank owns."""
-SLOW = ("fsdp2-offload", "fsdp2-number")
-"""Left to `make test-all`."""
+QUICK = (*(name for name in CELLS if name != "fsdp2-offload"), "fsdp2-hsdp")
+"""`make test-all` runs the others too."""
 
 
-def quick_or_slow(*names):
-    return [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in names]
+def quick_or_slow(*names, quick=QUICK):
+    return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
 @pytest.fixture(scope="module", params=["sgd", "adamw"])
@@ -187,14 +187,14 @@ def test_two_ranks_equal_one_process(world, reference, tmp_path, cell):
 
 
 @pytest.mark.case("B8")
-@pytest.mark.parametrize("cell", ["ddp", "zero0", "zero2", "zero3", "fsdp2"])
+@pytest.mark.parametrize("cell", quick_or_slow("ddp", "zero0", "zero2", "zero3", "fsdp2", quick=["zero0", "fsdp2"]))
 def test_one_rank_equals_plain_torch(world, reference, tmp_path, cell):
     optimizer, folder = reference
     world(run_cell, 1, folder, tmp_path, 1, optimizer, CELLS[cell])
 
 
 @pytest.mark.case("B8")
-@pytest.mark.parametrize("cell", MAIN)
+@pytest.mark.parametrize("cell", quick_or_slow(*MAIN, quick=["ddp", "zero3"]))
 def test_four_ranks_equal_one_process(world, reference, tmp_path, cell):
     optimizer, folder = reference
     proofs = world(run_cell, 4, folder, tmp_path, 4, optimizer, CELLS[cell])
@@ -240,7 +240,7 @@ def test_nvme_equals_one_process_and_its_files_hold_the_bytes(world, reference, 
 
 @pytest.mark.parametrize("reference", ["sgd"], indirect=True)
 @pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("cell", ["ddp", "zero2", "fsdp2"])
+@pytest.mark.parametrize("cell", quick_or_slow("ddp", "zero2", "fsdp2", quick=["zero2", "fsdp2"]))
 def test_a_planted_fault_turns_the_spine_red(world, reference, tmp_path, fault, cell):
     optimizer, folder = reference
     with pytest.raises(RankFailed, match="is off by"):
