@@ -9,13 +9,15 @@ import time
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.distributed.fsdp import fully_shard
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, Subset
 from transformers import default_data_collator
-from workload import ACCUMULATION, MICRO, STEPS, Clock, make_model, make_rows, run_config
+from workload import ACCUMULATION, MICRO, RANKS, STEPS, Clock, make_model, make_rows, run_config
 
 from ds_trainer.config.io import load_config
+from ds_trainer.config.machine import probe_machine_pure
+from ds_trainer.config.resolve import resolve
+from ds_trainer.config.torch.torch_snippet import fsdp2_snippet
 from ds_trainer.optim import lr_factor
 
 
@@ -23,12 +25,10 @@ def main() -> None:
     """Trains, and leaves rank 0's result."""
     folder, _ = sys.argv[1:]
     dist.init_process_group("gloo")
-    config, _ = load_config(run_config("fsdp2", folder))
-    model = make_model()
-    for part in (*model.model.layers, model):
-        fully_shard(part)
-        part.set_force_sum_reduction_for_comms(True)
-        part.set_gradient_divide_factor(1.0)
+    resolved = resolve(*load_config(run_config("fsdp2", folder)), probe_machine_pure(RANKS, "cpu"))
+    config, snippet = resolved.config, {}
+    exec(fsdp2_snippet(resolved), snippet)  # The same groups with the same arguments as ours.
+    model = snippet["wrap"](make_model())
     model.train()
     groups = [
         {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": config.optimizer.weight_decay},

@@ -17,7 +17,7 @@ from ds_trainer.engines.base import EngineFacts, OptimizerFactory, StepOutcome
 from ds_trainer.engines.clip import norm_over_shards
 from ds_trainer.engines.dtypes import DTYPE_NAMES, TORCH_DTYPES
 from ds_trainer.engines.fsdp2_load import load_sharded, shard_range
-from ds_trainer.engines.fsdp2_wrap import groups
+from ds_trainer.engines.fsdp2_wrap import ends, groups
 from ds_trainer.engines.measure import (
     content_hash,
     devices,
@@ -74,8 +74,12 @@ class FSDP2Engine:
             "mp_policy": mixed_precision_policy(arguments),
             "offload_policy": offload_policy(arguments),
         }
+        embeddings, head = ends(model)
         for module in reversed(modules):
-            fully_shard(module, reshard_after_forward=reshard, **shared)
+            # The backward pass begins with the head, which would be gathered again at once.
+            part: Any = fully_shard(module, reshard_after_forward=False if module is head else reshard, **shared)
+            if module is embeddings and isinstance(module, nn.Embedding):
+                part.set_unshard_in_backward(False)  # Its backward pass looks at the indices only.
         # The backward pass begins with what the model itself gathers, which would be gathered again at once.
         fully_shard(model, reshard_after_forward=False if modules else reshard, **shared)
         sum_over_ranks(model)
@@ -214,7 +218,8 @@ class FSDP2Engine:
         )
 
     def _typical_group(self) -> FSDPModule:
-        return fsdp_modules(self.module)[-1]
+        ours = ends(self.module)
+        return [module for module in fsdp_modules(self.module) if module not in ours][-1]
 
     def close(self) -> None:
         """Nothing is held outside Python's memory."""

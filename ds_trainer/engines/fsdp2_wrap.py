@@ -42,7 +42,7 @@ def groups(model: nn.Module, config: FSDPConfig) -> list[nn.Module]:
         chosen = _by_size(model, smallest, is_closed)
     else:
         # Untied embeddings and heads are often the largest modules; the model itself would hold them throughout.
-        chosen = {module for module in (*blocks, *_embeddings(model)) if is_closed(module)}
+        chosen = {module for module in (*blocks, *filter(None, ends(model))) if is_closed(module)}
     return [module for module in model.modules() if module in chosen and module is not model]
 
 
@@ -56,10 +56,11 @@ def _uses(module: nn.Module) -> Iterable[int]:
     return (id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False))
 
 
-def _embeddings(model: nn.Module) -> list[nn.Module]:
-    if not isinstance(model, PreTrainedModel) or not model.can_generate():  # Others may have neither.
-        return []
-    return [module for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module is not None]
+def ends(model: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
+    """The token embeddings and the head of a language model; None for what a model has not."""
+    if not isinstance(model, PreTrainedModel) or not model.can_generate():
+        return None, None
+    return model.get_input_embeddings(), model.get_output_embeddings()
 
 
 def _by_size(model: nn.Module, smallest: int, is_closed: Callable[[nn.Module], bool]) -> set[nn.Module]:

@@ -26,6 +26,7 @@ def fsdp2_snippet(resolved: ResolvedConfig) -> str:
     policy = f"param_dtype={_dtype(arguments.param_dtype)}, reduce_dtype={_dtype(arguments.reduce_dtype)}"
     offload = f"CPUOffloadPolicy(pin_memory={arguments.pin_memory})" if arguments.cpu_offload else "OffloadPolicy()"
     reshard = arguments.reshard_after_forward
+    but_head = " if part is not model.get_output_embeddings() else False" if reshard else ""
     lines = [
         "import torch",
         "from torch.distributed.device_mesh import init_device_mesh",
@@ -42,7 +43,10 @@ def fsdp2_snippet(resolved: ResolvedConfig) -> str:
         "    }",
         *_parts(config.fsdp),
         "    for part in reversed(parts):  # Inner ones first.",
-        f"        fully_shard(part, reshard_after_forward={reshard}, **options)",
+        "        # The backward pass begins with the head, and needs the indices of the embeddings only.",
+        f"        fully_shard(part, reshard_after_forward={reshard}{but_head}, **options)",
+        "        if part is model.get_input_embeddings():",
+        "            part.set_unshard_in_backward(False)",
         "    # What is left is needed first in the backward pass.",
         f"    fully_shard(model, reshard_after_forward=False if parts else {reshard}, **options)",
         "    # Gradients are summed over the ranks; gloo knows no scaled sum.",
