@@ -21,7 +21,7 @@ from ds_trainer.config.engine_table import section_row
 from ds_trainer.config.io import load_config
 from ds_trainer.config.keys import leaf_fields
 from ds_trainer.metrics import StepMetrics, read_metrics
-from ds_trainer.planner.memory import bytes_per_parameter
+from ds_trainer.planner.memory import bytes_per_parameter, ddp_bytes_per_parameter, fsdp2_bytes_per_parameter
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -159,6 +159,18 @@ def test_the_printed_run_is_the_one_in_the_picture():
 def test_the_engines_table_says_what_the_code_does():
     sections = dict.fromkeys(key.split(".")[0] for key in leaf_fields() if key != "$schema")
     assert rows(README, "section") == [[section, *section_row(section)] for section in sections]
+
+
+def test_the_engines_pages_bytes_are_those_of_the_planner():
+    for engine, ranks, *numbers in rows(PAGES["docs/engines.md"], "engine"):
+        match engine.split():
+            case ["ddp"]:
+                row = ddp_bytes_per_parameter("bf16")
+            case ["fsdp2"]:
+                row = fsdp2_bytes_per_parameter("bf16", "fp32", int(ranks))
+            case [*_, stage]:
+                row = bytes_per_parameter(int(stage), "bf16", "fp32", int(ranks))
+        assert numbers == [f"{size:.4g}" for size in (row.after_backward, row.after_step)]
 
 
 OFFLOAD = {"device": "none", "cpu": "cpu", "nvme": "nvme"}
