@@ -75,7 +75,6 @@ def test_a_resumed_run_begins_at_its_step_and_reckons_with_its_own_steps_only(mo
     assert "4/6" in terminal.getvalue()
 
 
-@pytest.mark.parametrize("stream", [Terminal, io.StringIO])
 def test_without_a_bar_every_window_is_a_line_on_a_terminal_too(monkeypatch, log, clock):
     terminal = Terminal()
     monkeypatch.setattr("sys.stderr", terminal)
