@@ -30,7 +30,7 @@ def test_an_installed_engine_is_found_by_name_and_trains(world, tmp_path, instal
     got_loss, got_norm, final, names, windows = result
     assert (got_loss, got_norm) == pytest.approx((loss, norm), rel=1e-6)
     assert largest_difference(final, expected) <= 1e-6
-    assert names == ["ddp", "deepspeed", "toy"]
+    assert names == ["accelerate", "ddp", "deepspeed", "fsdp2", "toy"]
     assert windows == [False, False, False, True]
 
 
