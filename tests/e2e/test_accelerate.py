@@ -43,7 +43,7 @@ def test_ddp_and_zero3_through_accelerate_take_the_same_steps_under_accelerate_l
         "--multi_gpu", "--num_processes", "2", "-m", "ds_trainer", "train", write_json(tmp_path / "ddp.json", ddp)
     )
     assert launched.code == 0, launched.text
-    assert launched.text.count("DistributedDataParallel, 2 data rank(s)") == 1
+    assert launched.text.count("DistributedDataParallel through accelerate, 2 data rank(s)") == 1
     assert list((tmp_path / "ddp").glob("tensorboard/**/events*")), "accelerate's trackers work beside its engine"
 
     zero3 = config_of(tmp_path, tmp_path / "zero3", through, zero={"stage": 3})
@@ -53,7 +53,7 @@ def test_ddp_and_zero3_through_accelerate_take_the_same_steps_under_accelerate_l
         "--config_file", file, "-m", "ds_trainer", "train", write_json(tmp_path / "zero3.json", zero3)
     )
     assert launched.code == 0, launched.text
-    assert launched.text.count("DeepSpeedEngine, ZeRO stage 3, 2 data rank(s)") == 1
+    assert launched.text.count("DeepSpeedEngine through accelerate, ZeRO stage 3, 2 data rank(s)") == 1
     assert len(losses(tmp_path / "ddp")) == 3
     assert losses(tmp_path / "zero3") == pytest.approx(losses(tmp_path / "ddp"), rel=1e-5)
 
