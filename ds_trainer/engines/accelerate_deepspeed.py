@@ -28,7 +28,6 @@ class AccelerateDeepSpeedEngine(DeepSpeedEngine):
     """
 
     def __init__(self, resolved: ResolvedConfig, mesh: Mesh) -> None:
-        self._resolved = resolved
         super().__init__(resolved, mesh)
         if "zero_force_ds_cpu_optimizer" in self.native:
             # We bring DeepSpeed's CPU optimizer already. Where it is forced, accelerate 1.15 makes one more of whatever

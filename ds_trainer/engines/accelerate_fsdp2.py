@@ -10,7 +10,6 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from ds_trainer.config.accelerate.to_accelerate import accelerate_arguments
-from ds_trainer.config.resolved import ResolvedConfig
 from ds_trainer.engines.accelerator import check_prepared, make_accelerator, told_by_json
 from ds_trainer.engines.fsdp2 import (
     FSDP2Engine,
@@ -19,7 +18,6 @@ from ds_trainer.engines.fsdp2 import (
     offload_policy,
     sum_over_ranks,
 )
-from ds_trainer.mesh.mesh import Mesh
 
 
 class AccelerateFSDP2Engine(FSDP2Engine):
@@ -29,10 +27,6 @@ class AccelerateFSDP2Engine(FSDP2Engine):
         resolved: The run's config.
         mesh: Process groups and device.
     """
-
-    def __init__(self, resolved: ResolvedConfig, mesh: Mesh) -> None:
-        self._resolved = resolved
-        super().__init__(resolved, mesh)
 
     def _cut(self, model: nn.Module) -> None:
         arguments = accelerate_arguments(self._resolved)

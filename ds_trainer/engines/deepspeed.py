@@ -53,7 +53,7 @@ class DeepSpeedEngine:
     """
 
     def __init__(self, resolved: ResolvedConfig, mesh: Mesh) -> None:
-        self.config = resolved.config
+        self._resolved, self.config = resolved, resolved.config
         self.mesh = mesh
         self.module: Any  # DeepSpeed's engine: its attributes are those of no annotated class
         self.native = to_deepspeed(resolved)

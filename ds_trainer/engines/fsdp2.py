@@ -46,7 +46,7 @@ class FSDP2Engine:
     """
 
     def __init__(self, resolved: ResolvedConfig, mesh: Mesh) -> None:
-        self.config, self.mesh = resolved.config, mesh
+        self._resolved, self.config, self.mesh = resolved, resolved.config, mesh
         self.module: Any  # its attributes are those of FSDPModule
         self._arguments = fsdp2_arguments(resolved)
         scale = self.config.precision.loss_scale
