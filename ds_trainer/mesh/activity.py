@@ -8,10 +8,14 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections import deque
 from pathlib import Path
 
 import psutil
 
+_LOOKS = 3
+"""Over so many looks computing and moving of bytes are averaged, and in so many in a row a thread is to wait for a disk:
+one moment of a library's housekeeping, or of a busy machine's paging, is no sign of life."""
 _OWN_SHARE = 0.01
 """Of a core; a loop of `time.sleep(1)` takes a hundredth of that."""
 _CHILD_SHARE = 0.1
@@ -29,22 +33,25 @@ class Activity:
         self._process = psutil.Process()
         self._task = f"/proc/self/task/{threading.get_native_id()}/io"
         self._children: dict[int, float] = {}
-        self._at, self._cpu_s, self._bytes = time.monotonic(), _cpu_s(), self._moved_bytes()
-        self._active_at = self._at
+        self._looks_at_disk = 0
+        self._active_at = time.monotonic()
+        self._samples = deque([(self._active_at, _cpu_s(), self._moved_bytes())], maxlen=_LOOKS)
 
     def idle_s(self) -> float:
         """Looks again, which is to be done about once a second, and says for how long nothing has been done."""
         now, cpu_s, moved = time.monotonic(), _cpu_s(), self._moved_bytes()
-        passed = now - self._at
+        was_away = now - self._samples[-1][0] > _LONGEST_TICK_S
+        since, cpu_before, moved_before = self._samples[0]
+        self._looks_at_disk = self._looks_at_disk + 1 if _waits_for_disk(os.getpid()) else 0
         active = (
-            passed > _LONGEST_TICK_S
-            or cpu_s - self._cpu_s > _OWN_SHARE * passed
+            was_away
+            or cpu_s - cpu_before > _OWN_SHARE * (now - since)
             or moved is None
-            or moved - (self._bytes or 0) > _BYTES_PER_S * passed
-            or _waits_for_disk(os.getpid())
-            or self._has_busy_child(passed)
+            or moved - (moved_before or 0) > _BYTES_PER_S * (now - since)
+            or self._looks_at_disk >= _LOOKS
+            or self._has_busy_child(now - self._samples[-1][0])
         )
-        self._at, self._cpu_s, self._bytes = now, cpu_s, moved
+        self._samples.append((now, cpu_s, moved))
         if active:
             self._active_at = now
         return now - self._active_at

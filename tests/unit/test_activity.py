@@ -76,11 +76,28 @@ def test_a_child_that_goes_on_computing_keeps_its_parent_from_being_idle():
         child.wait()
 
 
-def test_a_thread_that_waits_for_a_disk_is_not(monkeypatch):
+def test_a_thread_that_waits_for_a_disk_look_after_look_is_not(monkeypatch):
     watch = Activity()
-    time.sleep(0.3)
     monkeypatch.setattr(activity, "_waits_for_disk", lambda pid: True)
-    assert watch.idle_s() == 0.0
+    idle_s = []
+    for _ in range(3):
+        time.sleep(0.1)
+        idle_s.append(watch.idle_s())
+    assert idle_s[0] > 0.05 and idle_s[-1] == 0.0
+
+
+def test_one_moment_of_work_or_of_waiting_for_a_disk_is_idle_all_the_same(monkeypatch):
+    watch = Activity()
+    began = time.monotonic()
+    for look in range(4):
+        time.sleep(0.5)
+        monkeypatch.setattr(activity, "_waits_for_disk", lambda pid, look=look: look == 1)
+        if look == 2:
+            spin_until = time.process_time() + 0.005
+            while time.process_time() < spin_until:
+                pass
+        idle_s = watch.idle_s()
+    assert idle_s > 0.9 * (time.monotonic() - began)
 
 
 def test_a_suspended_machine_says_nothing(monkeypatch):
