@@ -1,7 +1,7 @@
 """Puts a run together. The order in which parts are made and applied is stated here and nowhere else.
 
-config -> grid -> mesh -> resolve -> checkpoint -> machine checks -> data -> skeleton -> weights -> engine -> optimizer
-       -> asked = got
+config -> grid -> mesh -> resolve -> checkpoint -> machine checks -> data -> skeleton -> tensor-parallel split
+       -> weights -> engine -> optimizer -> asked = got
 
 The process group comes first, so that whatever a rank finds wrong after it is every rank's error.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import random
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -61,6 +61,9 @@ from ds_trainer.optim import hand_over, make_optimizer
 from ds_trainer.output import claimed
 from ds_trainer.saving.best_metric import require_evaluations
 from ds_trainer.saving.resume import check_layout, check_model, check_run, check_world, find_checkpoint
+from ds_trainer.tensor_parallel.apply import split_model
+from ds_trainer.tensor_parallel.split import ModelSplit
+from ds_trainer.tensor_parallel.weights import LocalWeights
 
 
 @dataclass(frozen=True)
@@ -96,11 +99,28 @@ def assemble(config: RunConfig, origins: dict[str, str], given: Ingredients) -> 
         UserError: Any fault of config, machine, data or model; on every rank the same one.
     """
     given.check(config)
-    grid = grid_from_environment()
+    grid = _grid(config)
     machine = probe_machine(grid.world, config.run.device)
     mesh = init_mesh(grid, machine.device, Timeouts(config.run.stuck_timeout_s, config.run.collective_timeout_s))
     with mesh.monitor.guard():
         return _assemble_on(mesh, machine, config, origins, given)
+
+
+def _grid(config: RunConfig) -> Grid:
+    """This rank's place, with the mesh axes that the config asks for.
+
+    Raises:
+        ConfigError: The ranks cannot be laid out along them.
+    """
+    grid = grid_from_environment()
+    if grid.world % config.parallel.tp:
+        sizes = [size for size in range(1, grid.world + 1) if grid.world % size == 0]
+        raise ConfigError(
+            f"parallel.tp is {config.parallel.tp} on {grid.world} rank(s)",
+            "ranks = tensor ranks x data ranks",
+            f"set parallel.tp to one of {', '.join(map(str, sizes))}, or launch a multiple of {config.parallel.tp} ranks",
+        )
+    return replace(grid, tp_size=config.parallel.tp)
 
 
 def _assemble_on(mesh: Mesh, machine: Machine, config: RunConfig, origins: dict[str, str], given: Ingredients) -> Run:
@@ -119,7 +139,7 @@ def _assemble_on(mesh: Mesh, machine: Machine, config: RunConfig, origins: dict[
             check_world(checkpoint, resolved, grid.world)
         _check_before_loading(resolved, *sizes, grid)
     _stop_if_asked(mesh)
-    _seed(config.run.seed, grid.rank)
+    _seed(config.run.seed, grid.dp_rank)
     with agreed(mesh, "the tokenizer"):
         tokenizer = given.processing_class or _tokenizer(config, spec, required=given.data_collator is None)
         if tokenizer is not None and config.data.chat_template is not None:
@@ -138,8 +158,9 @@ def _assemble_on(mesh: Mesh, machine: Machine, config: RunConfig, origins: dict[
         if train_loader is not None:
             require_evaluations(resolved.config, eval_loader is not None)
         eval_prompts = prompts_to_continue(evaluation, eval_loader, model, tokenizer, positions)
-        loss = _loss(model, resolved.config.loss, given)
         trained = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
+        split = split_model(model, resolved.config.parallel, mesh)
+        loss = _loss(model, resolved.config.loss, given)
         if checkpoint is not None:
             check_model(checkpoint, trained)
     if isinstance(weights, ModuleWeights):
@@ -147,7 +168,7 @@ def _assemble_on(mesh: Mesh, machine: Machine, config: RunConfig, origins: dict[
     if checkpoint is not None:
         weights = StoredWeights(checkpoint.stored(), weights)
     export_dtype = _export_dtype(config, given.model, spec)
-    engine = _engine(mesh, resolved, model, weights, given.optimizer)
+    engine = _engine(mesh, resolved, model, weights, split, given.optimizer)
     with agreed(mesh, "asked = got"):
         facts = check_asked_is_got(resolved, engine, mesh)
         if checkpoint is not None and whole:
@@ -177,13 +198,14 @@ def _engine(
     resolved: ResolvedConfig,
     model: nn.Module,
     weights: WeightSource,
+    split: ModelSplit,
     optimizer: torch.optim.Optimizer | None,
 ) -> Engine:
     """The engine with the model's values in place and the optimizer around them."""
     engine = make_engine(resolved, mesh)
     parameters = dict(model.named_parameters())
     shapes = {name: parameter.shape for name, parameter in parameters.items()}
-    engine.load(model, weights)
+    engine.load(model, LocalWeights(weights, split), split)
     if optimizer is not None:
         hand_over(optimizer, parameters, dict(model.named_parameters()))
     engine.wrap(lambda named: make_optimizer(named, shapes, resolved, optimizer))

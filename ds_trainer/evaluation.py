@@ -111,7 +111,7 @@ def _rows(indices: list[int], outputs: Any, batch: dict) -> list[tuple[int, np.n
 
 
 def _gathered(rows: list, mesh: Mesh) -> tuple[np.ndarray, np.ndarray]:
-    everyone = sorted((row for part in mesh.gather_objects(rows) for row in part), key=lambda row: row[0])
+    everyone = sorted((row for part in mesh.gather_from_data_ranks(rows) for row in part), key=lambda row: row[0])
     return _padded([row[1] for row in everyone]), _padded([row[2] for row in everyone])
 
 

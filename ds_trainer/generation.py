@@ -159,7 +159,7 @@ def generate(run: Run, prompts: Sequence[list[int]], decoding: Decoding, what: s
                 mine[number] = _continue(run.model, batches[number], settings, mesh)
             else:
                 _continue(run.model, batches[first][:1], settings, mesh)
-    everyone = {number: rows for part in mesh.gather_objects(mine) for number, rows in part.items()}
+    everyone = {number: rows for part in mesh.gather_from_data_ranks(mine) for number, rows in part.items()}
     return [row for number in range(len(batches)) for row in everyone[number]]
 
 

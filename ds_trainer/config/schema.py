@@ -95,9 +95,17 @@ class ParallelConfig(Section):
     engine: Name = "deepspeed"
     """`deepspeed`, `fsdp2`, `ddp`, `accelerate`, or a plug-in of the entry-point group `ds_trainer.engines`."""
     dp_replicate: Ranks = 1
-    """Copies of the sharded model (HSDP, fsdp2): ranks = dp_replicate x dp_shard."""
+    """Copies of the sharded model (HSDP, fsdp2): data ranks = dp_replicate x dp_shard."""
     dp_shard: Ranks | None = None
-    """Ranks over which fsdp2 cuts one copy of the model; None: ranks / dp_replicate."""
+    """Ranks over which fsdp2 cuts one copy of the model; None: data ranks / dp_replicate."""
+    tp: Ranks = 1
+    """Tensor parallelism: ranks that share every layer of one copy of the model; data ranks = ranks / tp."""
+    tp_plan: dict[Name, Name] | None = None
+    """Module name, `*` standing for any part of it -> style, over the plan of the model's type."""
+    sequence_parallel: bool = False
+    """With tp: norms, dropout and residuals on 1/tp of the sequence (Korthikanti et al. 2022)."""
+    keep_gathered_input: bool = False
+    """With sequence_parallel: keep each gathered input for the backward pass, which else gathers it again."""
 
 
 class OffloadOptimizerConfig(Section):

@@ -22,6 +22,7 @@ from ds_trainer.errors import ConfigError
 from ds_trainer.layout import ParameterSlice
 from ds_trainer.mesh.mesh import Mesh
 from ds_trainer.models.source import WeightSource
+from ds_trainer.tensor_parallel.split import ModelSplit
 
 OptimizerFactory = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
 
@@ -80,8 +81,14 @@ class Engine(Protocol):
     module: nn.Module
     """The wrapped model, for `train()` and `eval()`."""
 
-    def load(self, model: nn.Module, weights: WeightSource) -> None:
-        """Puts the values of `weights` where this engine wants `model`'s parameters."""
+    def load(self, model: nn.Module, weights: WeightSource, split: ModelSplit) -> None:
+        """Puts the values of `weights` where this engine wants `model`'s parameters.
+
+        Args:
+            model: Holds what this tensor rank holds; a parameter that `split` names has its local shape.
+            weights: Local values under the model's names.
+            split: Makes slices of, and merges, what the engine knows as its parameters.
+        """
 
     def wrap(self, make_optimizer: OptimizerFactory) -> None:
         """Builds the optimizer on the placed parameters and the object that runs the step."""
@@ -108,13 +115,13 @@ class Engine(Protocol):
         """The live optimizer's parameter groups, whose `lr` the trainer sets before `finish`."""
 
     def parameter_layout(self) -> list[ParameterSlice]:
-        """Which part of every parameter this rank's optimizer owns."""
+        """Which part of every parameter this rank's optimizer owns, in terms of the full tensor."""
 
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every parameter (a tied one once), whole, on the host; a collective, one tensor at a time."""
+        """Every parameter (a tied one once), whole, on the host; a collective of all ranks, one tensor at a time."""
 
     def full_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every reduced gradient, whole, fp32, on the host; a collective, between the last backward and `finish`."""
+        """Every reduced gradient, whole, fp32, on the host; a collective of all ranks, before `finish`."""
 
     def state(self) -> State:
         """Owned fp32 masters and optimizer states by parameter name, as `parameter_layout` cuts them.

@@ -35,16 +35,16 @@ def norm_over_shards(norm: torch.Tensor, norm_type: NormType, mesh: Mesh, copies
         mesh: Process groups.
         copies: On how many ranks each shard lies.
 
-    Comm: one all-reduce of 8 bytes over `host_group`.
+    Comm: one all-reduce of 8 bytes over `dp_host_group`.
     """
     value = norm.double().cpu()
     if norm_type == "l2":
         total = value.square()
-        dist.all_reduce(total, group=mesh.host_group)
+        dist.all_reduce(total, group=mesh.dp_host_group)
         return (total / copies).sqrt()
     # A maximum would drop NaN.
     total = torch.where(value.isfinite(), value, torch.inf)
-    dist.all_reduce(total, dist.ReduceOp.MAX, group=mesh.host_group)
+    dist.all_reduce(total, dist.ReduceOp.MAX, group=mesh.dp_host_group)
     return total
 
 

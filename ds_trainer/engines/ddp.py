@@ -25,6 +25,7 @@ from ds_trainer.layout import ParameterSlice
 from ds_trainer.mesh.mesh import Mesh, release_at_exit
 from ds_trainer.models.source import WeightSource
 from ds_trainer.models.weights import load_full
+from ds_trainer.tensor_parallel.split import ModelSplit
 
 # Renamed in torch 2.13, which warns about the old name.
 _SYNC_BUFFERS = (
@@ -62,9 +63,9 @@ class DDPEngine:
             growth_interval=scale.loss_scale_window,
         )
 
-    def load(self, model: nn.Module, weights: WeightSource) -> None:
+    def load(self, model: nn.Module, weights: WeightSource, split: ModelSplit) -> None:
         """Every rank holds the whole model in fp32."""
-        self._model = model
+        self._model, self._split = model, split
         load_full(model, weights, self.mesh.device, torch.float32)
 
     def wrap(self, make_optimizer: OptimizerFactory) -> None:
@@ -182,18 +183,17 @@ class DDPEngine:
 
     def parameter_layout(self) -> list[ParameterSlice]:
         """Every rank owns everything that is trained."""
-        return [ParameterSlice.whole(name, tuple(p.shape)) for name, p in self._trained()]
+        return [self._split.slice(name, tuple(p.shape), (0, p.numel())) for name, p in self._trained()]
 
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every parameter, from this rank's own copy."""
-        for name, parameter in self._model.named_parameters():
-            yield name, parameter.detach().cpu()
+        """Every parameter, from this rank's own copy and those of its tensor group."""
+        return self._split.merged((name, p.detach().cpu()) for name, p in self._model.named_parameters())
 
     def full_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every gradient, from this rank's own copy."""
-        for name, parameter in self._model.named_parameters():
-            if parameter.grad is not None:
-                yield name, parameter.grad.detach().float().cpu() / self._scaler.get_scale()
+        """Every gradient, from this rank's own copy and those of its tensor group."""
+        scale = self._scaler.get_scale()
+        reduced = ((name, p.grad) for name, p in self._model.named_parameters())
+        return self._split.merged((n, grad.detach().float().cpu() / scale) for n, grad in reduced if grad is not None)
 
     def state(self) -> State:
         """Masters and optimizer states of every parameter that is trained."""

@@ -40,6 +40,7 @@ from ds_trainer.mesh.swap import SwapFolder
 from ds_trainer.models.blocks import blocks
 from ds_trainer.models.source import WeightSource
 from ds_trainer.models.weights import load_full
+from ds_trainer.tensor_parallel.split import ModelSplit
 
 _COUNTS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 
@@ -92,7 +93,7 @@ class DeepSpeedEngine:
             section["nvme_path"] = str(folders[path].path)
         self._swaps = list(folders.values())
 
-    def load(self, model: nn.Module, weights: WeightSource) -> None:
+    def load(self, model: nn.Module, weights: WeightSource, split: ModelSplit) -> None:
         """Stages 0-2: whole tensors on every rank. Stage 3: each rank reads and keeps its own flat slices only."""
         self._model, self._weights = model, weights
         self._shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}

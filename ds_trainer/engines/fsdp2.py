@@ -33,6 +33,7 @@ from ds_trainer.mesh.device_mesh import device_mesh
 from ds_trainer.mesh.mesh import Mesh
 from ds_trainer.models.source import WeightSource
 from ds_trainer.models.weights import fill_buffers
+from ds_trainer.tensor_parallel.split import ModelSplit
 
 
 class FSDP2Engine:
@@ -57,7 +58,7 @@ class FSDP2Engine:
             growth_interval=scale.loss_scale_window,
         )
 
-    def load(self, model: nn.Module, weights: WeightSource) -> None:
+    def load(self, model: nn.Module, weights: WeightSource, split: ModelSplit) -> None:
         """Cuts the model; each rank reads and keeps its own rows only."""
         fill_buffers(model, weights, self.mesh.device)
         if self._arguments.buffer_dtype is not None:
@@ -194,7 +195,7 @@ class FSDP2Engine:
         """
         if self.config.parallel.dp_replicate == 1:
             return None
-        hashes = self.mesh.gather_objects(content_hash(self._parameters.values()))
+        hashes = self.mesh.gather_from_data_ranks(content_hash(self._parameters.values()))
         size = self._arguments.mesh["dp_shard"]
         first = self.mesh.grid.dp_rank // size * size
         return hashlib.blake2b("".join(hashes[first : first + size]).encode(), digest_size=6).hexdigest()

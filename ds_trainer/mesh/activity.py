@@ -14,8 +14,8 @@ from pathlib import Path
 import psutil
 
 _LOOKS = 3
-"""Over so many looks computing and moving of bytes are averaged, and in so many in a row a thread is to wait for a disk:
-one moment of a library's housekeeping, or of a busy machine's paging, is no sign of life."""
+"""Over so many looks computing and moving of bytes are averaged, and in so many in a row a thread is to wait for a
+disk: one moment of a library's housekeeping, or of a busy machine's paging, is no sign of life."""
 _OWN_SHARE = 0.01
 """Of a core; a loop of `time.sleep(1)` takes a hundredth of that."""
 _CHILD_SHARE = 0.1

@@ -26,7 +26,7 @@ class Agreement:
 
     Args:
         values: This rank's numbers, at most `MAX_VALUES`, to be set before the end of the agreed block.
-        sums: Their sums over the data ranks.
+        sums: Their sums over the data ranks; tensor ranks of one model copy have the same numbers, which count once.
         stop: Whether any rank was asked to stop.
     """
 
@@ -43,7 +43,7 @@ def agree(mesh: Mesh, place: str, *values: float) -> Agreement:
         place: Its name, the same on every rank, such as "step 4" or "save_model()".
         values: Numbers to sum over the data ranks, at most `MAX_VALUES`.
 
-    Comm: one all-reduce of 8 float64 over the data ranks.
+    Comm: one all-reduce of 8 float64 over all ranks.
 
     Raises:
         DesyncError: Ranks are at different places; on every rank.
@@ -71,14 +71,14 @@ def agreed(mesh: Mesh, place: str) -> Iterator[Agreement]:
     count, tag = len(agreement.values), _tag(place)
     padding = [0.0] * (MAX_VALUES - count)
     with mesh.monitor.agreeing(place):
-        tags, squares, failed, stop, *sums = mesh.sum(
+        tags, squares, failed, stop, *sums = mesh.sum_over_world(
             tag, tag * tag, mine is not None, signals.pending(), *agreement.values, *padding
         )
-        all_well = not failed and mesh.grid.dp_size * int(squares) == int(tags) ** 2
+        all_well = not failed and mesh.grid.world * int(squares) == int(tags) ** 2
         everyone = [] if all_well else mesh.gather_objects((place, call_site(sys._getframe()), mine))
     if not all_well:
         raise _first_fault(everyone, mesh.grid.rank, mine)
-    agreement.sums, agreement.stop = tuple(sums[:count]), stop > 0
+    agreement.sums, agreement.stop = tuple(total / mesh.grid.tp_size for total in sums[:count]), stop > 0
 
 
 def _tag(place: str) -> int:

@@ -6,7 +6,7 @@ import atexit
 import gc
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal
@@ -34,43 +34,72 @@ _hosts: WeakKeyDictionary[dist.ProcessGroup, tuple[dist.ProcessGroup, Monitor]] 
 class Mesh:
     """This rank's place in the world, its device and its process groups.
 
+    Groups named `host` are over gloo, for numbers and objects that live on the host: no GPU is waited for, and no
+    collective of the engine's can be taken for one of these.
+
     Args:
         grid: Rank arithmetic.
         device: Device that this rank computes on.
-        dp_group: Ranks that see different samples.
-        host_group: The same ranks over gloo, for numbers and objects that live on the host: no GPU is waited for, and
-            no collective of the engine's can be taken for one of these.
+        dp_group: Ranks that hold the same part of the model and see different samples.
+        tp_group: Ranks that share one copy of the model and see the same samples.
+        host_group: All ranks.
+        dp_host_group: Those of `dp_group`.
+        tp_host_group: Those of `tp_group`.
         monitor: Watches over this rank and tells it of the others' end.
     """
 
     grid: Grid
     device: torch.device
     dp_group: dist.ProcessGroup
+    tp_group: dist.ProcessGroup
     host_group: dist.ProcessGroup
+    dp_host_group: dist.ProcessGroup
+    tp_host_group: dist.ProcessGroup
     monitor: Monitor
 
     def sum(self, *values: float) -> list[float]:
         """Sums float64 numbers over the data ranks.
 
+        Comm: one all-reduce over `dp_host_group`, 8 bytes per value.
+        """
+        return self._sum(values, self.dp_host_group)
+
+    def sum_over_world(self, *values: float) -> list[float]:
+        """Sums float64 numbers over all ranks.
+
         Comm: one all-reduce over `host_group`, 8 bytes per value.
         """
+        return self._sum(values, self.host_group)
+
+    def _sum(self, values: Sequence[float], group: dist.ProcessGroup) -> list[float]:
         tensor = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(tensor, group=self.host_group)
+        dist.all_reduce(tensor, group=group)
         return tensor.tolist()
 
     def gather_objects(self, value: object) -> list:
-        """One picklable object from each data rank, in rank order, on every rank."""
-        out: list = [None] * self.grid.dp_size
-        dist.all_gather_object(out, value, group=self.host_group)
+        """One picklable object from each rank, in rank order, on every rank."""
+        return self._gather(value, self.host_group)
+
+    def gather_from_data_ranks(self, value: object) -> list:
+        """One picklable object from each data rank, in their order, on every rank."""
+        return self._gather(value, self.dp_host_group)
+
+    def gather_from_tensor_ranks(self, value: object) -> list:
+        """One picklable object from each tensor rank, in their order, on every rank."""
+        return self._gather(value, self.tp_host_group)
+
+    def _gather(self, value: object, group: dist.ProcessGroup) -> list:
+        out: list = [None] * group.size()
+        dist.all_gather_object(out, value, group=group)
         return out
 
     def broadcast(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Overwrites tensors with data rank 0's.
+        """Overwrites tensors with rank 0's, the same on all ranks.
 
-        Comm: one broadcast per tensor over `dp_group`, of its own bytes.
+        Comm: one broadcast per tensor over all ranks, of its own bytes.
         """
         for tensor in tensors:
-            dist.broadcast(tensor, group=self.dp_group, group_src=0)
+            dist.broadcast(tensor, src=0)
 
 
 def init_mesh(grid: Grid, device_kind: Literal["cpu", "cuda"], timeouts: Timeouts = DEFAULTS) -> Mesh:
@@ -100,7 +129,20 @@ def init_mesh(grid: Grid, device_kind: Literal["cpu", "cuda"], timeouts: Timeout
     group = dist.group.WORLD
     assert group is not None
     host_group, monitor = _host(group, timeouts)
-    return Mesh(grid, device, group, host_group, monitor)
+    dp_group, tp_group = (_own(ranks, group, timeouts) for ranks in (grid.dp_ranks, grid.tp_ranks))
+    dp_host, tp_host = (_own(ranks, host_group, timeouts, "gloo") for ranks in (grid.dp_ranks, grid.tp_ranks))
+    return Mesh(grid, device, dp_group, tp_group, host_group, dp_host, tp_host, monitor)
+
+
+def _own(
+    everyones: list[list[int]], world: dist.ProcessGroup, timeouts: Timeouts, backend: str | None = None
+) -> dist.ProcessGroup:
+    """This rank's group of several that share the world; the world's own where that is the only one."""
+    if len(everyones) == 1:
+        return world
+    own, _ = dist.new_subgroups_by_enumeration(everyones, timeout=_group_timeout(timeouts), backend=backend)
+    assert own is not None
+    return own
 
 
 def _host(group: dist.ProcessGroup, timeouts: Timeouts) -> tuple[dist.ProcessGroup, Monitor]:

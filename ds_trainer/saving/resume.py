@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -70,8 +69,14 @@ def describe_layout(resolved: ResolvedConfig, everyones: list[list[ParameterSlic
         "engine": resolved.config.parallel.engine,
         "description": _in_words(resolved),
         "world": len(everyones),
-        "ranks": [[asdict(piece) for piece in of_rank] for of_rank in everyones],
+        "ranks": [[_slice_as_json(piece) for piece in of_rank] for of_rank in everyones],
     }
+
+
+def _slice_as_json(piece: ParameterSlice) -> dict[str, Any]:
+    """A slice as it reads back from JSON: of its cut only the ranges of its own rank."""
+    cut = piece.cut and {"dim": piece.cut.dim, "ranges": [list(r) for r in piece.cut.ranges[piece.rank]]}
+    return {"name": piece.name, "shape": list(piece.shape), "flat": list(piece.flat), "cut": cut}
 
 
 def _in_words(resolved: ResolvedConfig) -> str:
@@ -114,10 +119,9 @@ def check_layout(checkpoint: Checkpoint, resolved: ResolvedConfig, layout: list[
         CheckpointError: It owns other slices.
     """
     saved, now = checkpoint.json(LAYOUT), _in_words(resolved)
-    # Through JSON's lists.
-    mine = [[piece.name, list(piece.shape), [list(b) for b in piece.block], list(piece.flat)] for piece in layout]
-    theirs = [[piece["name"], piece["shape"], piece["block"], piece["flat"]] for piece in saved["ranks"][rank]]
-    if mine != theirs or saved["engine"] != resolved.config.parallel.engine:
+    if [_slice_as_json(piece) for piece in layout] != saved["ranks"][rank] or saved[
+        "engine"
+    ] != resolved.config.parallel.engine:
         raise _other_layout(checkpoint, saved["description"], now)
     if saved["description"] != now:
         get_logger().warning(

@@ -18,7 +18,7 @@ class ToyEngine:
         self.mesh = mesh
         self.windows = []
 
-    def load(self, model, weights):
+    def load(self, model, weights, split):
         self.module = model
         for name, parameter in model.named_parameters():
             value = weights.read(name, torch.float32)

@@ -33,7 +33,7 @@ class ThreadMesh:
         self.barrier.wait(5)
         return found
 
-    def sum(self, *values):
+    def sum_over_world(self, *values):
         return [float(sum(column)) for column in zip(*self.gather_objects(values), strict=True)]
 
 

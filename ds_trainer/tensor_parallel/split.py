@@ -1,0 +1,62 @@
+"""Which part of a model this tensor rank holds, and the way back to whole tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from ds_trainer.layout import Cut, ParameterSlice
+
+
+@dataclass(frozen=True)
+class ModelSplit:
+    """How tensor parallelism has cut a model's parameters; of what is not named here every rank holds the whole.
+
+    Args:
+        cuts: Parameter name (of a tied one its first name) -> its cut.
+        rank: This rank's number in the tensor group.
+        host_group: The tensor group over gloo; None: there is no tensor parallelism.
+    """
+
+    cuts: Mapping[str, Cut] = field(default_factory=dict)
+    rank: int = 0
+    host_group: dist.ProcessGroup | None = None
+
+    def slice(self, name: str, local_shape: tuple[int, ...], flat: tuple[int, int]) -> ParameterSlice:
+        """The slice that elements `flat` of this rank's local tensor are.
+
+        Args:
+            name: Parameter name.
+            local_shape: Shape of the local tensor, as the engine was given it.
+            flat: Start and stop in the row-major flattened local tensor.
+        """
+        cut = self.cuts.get(name)
+        if cut is None:
+            return ParameterSlice(name, tuple(local_shape), flat)
+        return ParameterSlice(name, cut.shape, flat, cut, self.rank)
+
+    def merged(self, local: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Whole tensors out of the tensor ranks' local ones, on every rank, one at a time.
+
+        Args:
+            local: Name and local tensor on the host, in the same order on every tensor rank.
+
+        Comm: one all-gather over the tensor group of each tensor that is cut.
+        """
+        for name, tensor in local:
+            cut = self.cuts.get(name)
+            yield name, tensor if cut is None else self._whole(tensor, cut)
+
+    def _whole(self, local: torch.Tensor, cut: Cut) -> torch.Tensor:
+        parts = [torch.empty_like(local, memory_format=torch.contiguous_format) for _ in cut.ranges]
+        dist.all_gather(parts, local.contiguous(), group=self.host_group)
+        whole = local.new_empty(cut.shape)
+        for part, ranges in zip(parts, cut.ranges, strict=True):
+            at = 0
+            for start, stop in ranges:
+                whole.narrow(cut.dim, start, stop - start).copy_(part.narrow(cut.dim, at, stop - start))
+                at += stop - start
+        return whole
