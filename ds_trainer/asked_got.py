@@ -28,8 +28,9 @@ def check_asked_is_got(resolved: ResolvedConfig, engine: Engine, mesh: Mesh) -> 
     gathered = mesh.gather_objects((facts, engine.parameter_hash()))
     for rank, (other, _) in enumerate(gathered):
         _compare(resolved, other, rank, mesh)
-    _same_start([value for _, value in gathered])
-    _print(resolved, [other for other, _ in gathered], same_hash=gathered[0][1])
+    _same_start([value for _, value in gathered], mesh.grid.tp_size)
+    parts = [value for _, value in gathered[: mesh.grid.tp_size] if value is not None]
+    _print(resolved, [other for other, _ in gathered], "/".join(parts) or None)
     return facts
 
 
@@ -59,12 +60,13 @@ def _compare(resolved: ResolvedConfig, facts: EngineFacts, rank: int, mesh: Mesh
             )
 
 
-def _same_start(hashes: list[str | None]) -> None:
-    different = [rank for rank, value in enumerate(hashes) if value != hashes[0]]
+def _same_start(hashes: list[str | None], tp_size: int) -> None:
+    """Checks that data ranks hold the same; tensor ranks hold different parts of the model."""
+    different = [rank for rank, value in enumerate(hashes) if value != hashes[rank % tp_size]]
     if different:
         raise EngineError(
-            f"ranks {different} start with other parameters than rank 0",
-            "every rank must hold the same parameters before the first step",
+            f"ranks {different} start with other parameters than rank {different[0] % tp_size}",
+            "every data rank must hold the same parameters before the first step",
             "load the same checkpoint on every rank (model.path), or seed the model's construction",
         )
 
@@ -80,7 +82,7 @@ def _print(resolved: ResolvedConfig, ranks: list[EngineFacts], same_hash: str | 
         through,
         stage,
         first.group_size,
-        _cut(first.settings),
+        _split(first.settings) + _cut(first.settings),
         first.compute_dtype,
     )
     log.info(
@@ -92,7 +94,8 @@ def _print(resolved: ResolvedConfig, ranks: list[EngineFacts], same_hash: str | 
         first.optimizer_device,
         f"; swap files: {_per_rank([f.nvme_bytes for f in ranks])}" if any(f.nvme_bytes for f in ranks) else "",
     )
-    who = "all copies" if first.settings.get("parallel.dp_replicate", 1) > 1 else "all ranks"
+    several = max(first.settings.get(f"parallel.{axis}", 1) for axis in ("dp_replicate", "tp")) > 1
+    who = "all copies" if several else "all ranks"
     how = "each parameter exists once" if same_hash is None else f"{who} start from hash {same_hash}"
     log.info(
         "batch: %s samples per step = micro %s x accumulation %s x data ranks %d; %s",
@@ -102,6 +105,12 @@ def _print(resolved: ResolvedConfig, ranks: list[EngineFacts], same_hash: str | 
         resolved.data_ranks,
         how,
     )
+
+
+def _split(settings: Mapping[str, Any]) -> str:
+    """Over how many ranks tensor parallelism has split the model; nothing where it has not."""
+    ranks = settings.get("parallel.tp", 1)
+    return f" of {ranks} tensor ranks" if ranks > 1 else ""
 
 
 def _cut(settings: Mapping[str, Any]) -> str:

@@ -25,9 +25,11 @@ from ds_trainer.callbacks.trackers import check_trackers
 from ds_trainer.checkpoint.store import STATE, Checkpoint
 from ds_trainer.checkpoint.stored import StoredWeights
 from ds_trainer.config.accelerate.launched import check_launched
+from ds_trainer.config.asked import Asked
 from ds_trainer.config.resolve import resolve
 from ds_trainer.config.resolved import Machine, ResolvedConfig
 from ds_trainer.config.schema import LossConfig, RunConfig
+from ds_trainer.config.tensor_rules import check_tensor_ranks
 from ds_trainer.data.loader import BatchLoader
 from ds_trainer.data.prepare import read_chat_template
 from ds_trainer.data.prompts import Prompt
@@ -62,6 +64,7 @@ from ds_trainer.output import claimed
 from ds_trainer.saving.best_metric import require_evaluations
 from ds_trainer.saving.resume import check_layout, check_model, check_run, check_world, find_checkpoint
 from ds_trainer.tensor_parallel.apply import split_model
+from ds_trainer.tensor_parallel.head import make_cross_entropy
 from ds_trainer.tensor_parallel.split import ModelSplit
 from ds_trainer.tensor_parallel.weights import LocalWeights
 
@@ -99,27 +102,22 @@ def assemble(config: RunConfig, origins: dict[str, str], given: Ingredients) -> 
         UserError: Any fault of config, machine, data or model; on every rank the same one.
     """
     given.check(config)
-    grid = _grid(config)
-    machine = probe_machine(grid.world, config.run.device)
+    grid = _grid(config, origins)
+    machine = replace(probe_machine(grid.world, config.run.device), node_ranks=grid.local_world)
     mesh = init_mesh(grid, machine.device, Timeouts(config.run.stuck_timeout_s, config.run.collective_timeout_s))
     with mesh.monitor.guard():
         return _assemble_on(mesh, machine, config, origins, given)
 
 
-def _grid(config: RunConfig) -> Grid:
+def _grid(config: RunConfig, origins: dict[str, str]) -> Grid:
     """This rank's place, with the mesh axes that the config asks for.
 
     Raises:
-        ConfigError: The ranks cannot be laid out along them.
+        ConfigErrors: The ranks cannot be laid out along them.
     """
     grid = grid_from_environment()
-    if grid.world % config.parallel.tp:
-        sizes = [size for size in range(1, grid.world + 1) if grid.world % size == 0]
-        raise ConfigError(
-            f"parallel.tp is {config.parallel.tp} on {grid.world} rank(s)",
-            "ranks = tensor ranks x data ranks",
-            f"set parallel.tp to one of {', '.join(map(str, sizes))}, or launch a multiple of {config.parallel.tp} ranks",
-        )
+    if misfits := list(check_tensor_ranks(config, Asked(config, origins), Machine(grid.world))):
+        raise ConfigErrors(misfits)
     return replace(grid, tp_size=config.parallel.tp)
 
 
@@ -137,7 +135,7 @@ def _assemble_on(mesh: Mesh, machine: Machine, config: RunConfig, origins: dict[
     with agreed(mesh, "the checks of the machine"):
         if checkpoint is not None and whole:
             check_world(checkpoint, resolved, grid.world)
-        _check_before_loading(resolved, *sizes, grid)
+        _check_before_loading(resolved, sizes[0], grid)
     _stop_if_asked(mesh)
     _seed(config.run.seed, grid.dp_rank)
     with agreed(mesh, "the tokenizer"):
@@ -160,7 +158,7 @@ def _assemble_on(mesh: Mesh, machine: Machine, config: RunConfig, origins: dict[
         eval_prompts = prompts_to_continue(evaluation, eval_loader, model, tokenizer, positions)
         trained = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
         split = split_model(model, resolved.config.parallel, mesh)
-        loss = _loss(model, resolved.config.loss, given)
+        loss = _loss(model, split, resolved.config.loss, given, mesh)
         if checkpoint is not None:
             check_model(checkpoint, trained)
     if isinstance(weights, ModuleWeights):
@@ -213,11 +211,12 @@ def _engine(
     return engine
 
 
-def _loss(model: Any, config: LossConfig, given: Ingredients) -> LossFunction:
+def _loss(model: Any, split: ModelSplit, config: LossConfig, given: Ingredients, mesh: Mesh) -> LossFunction:
     """The run's loss; one that is computed in chunks is part of the model's forward."""
-    loss = make_loss(type(model).__name__, is_causal_lm(model), config, given.compute_loss_func)
+    cross_entropy = make_cross_entropy(model, split, mesh, config.label_smoothing)
+    loss = make_loss(type(model).__name__, is_causal_lm(model), config, given.compute_loss_func, cross_entropy)
     if config.chunk_tokens is not None:
-        chunk_head(model, config.chunk_tokens, config.label_smoothing)
+        chunk_head(model, config.chunk_tokens, cross_entropy)
     return loss
 
 
@@ -261,12 +260,10 @@ def _export_dtype(config: RunConfig, model: nn.Module | None, spec: ModelSpec | 
     return TORCH_DTYPES[names.get(formats.most_common(1)[0][0], "fp32") if formats else "fp32"]
 
 
-def _check_before_loading(
-    resolved: ResolvedConfig, num_parameters: int | None, largest_parameter: int | None, grid: Grid
-) -> None:
+def _check_before_loading(resolved: ResolvedConfig, num_parameters: int | None, grid: Grid) -> None:
     for text in resolved.warnings:
         warn_once(text)
-    check_machine(resolved, num_parameters, grid, largest_parameter)
+    check_machine(resolved, num_parameters, grid)
     if grid.rank == 0:
         check_trackers(resolved.config.logging)
         with claimed(Path(resolved.config.run.output_dir)):

@@ -101,7 +101,8 @@ def _steps_per_epoch(args: TrainingArguments, train_dataset: Any) -> int | None:
     """Steps of one pass, where the samples are counted already: paths are not read yet."""
     if not isinstance(train_dataset, Sized) or isinstance(train_dataset, str):
         return None
-    global_size = args.per_device_train_batch_size * args.gradient_accumulation_steps * grid_from_environment().world
+    data_ranks = grid_from_environment().world // getattr(args.parallelism_config, "tp_size", 1)
+    global_size = args.per_device_train_batch_size * args.gradient_accumulation_steps * data_ranks
     return math.ceil(len(train_dataset) / global_size) or None
 
 
@@ -136,6 +137,12 @@ class Ingredients:
                 "Trainer(optimizers=...) holds an optimizer, and the model is not an instance",
                 "an optimizer is built on the parameters it updates",
                 "pass Trainer(model=instance, optimizers=...), or use the optimizer section of the config",
+            )
+        if self.optimizer is not None and config.parallel.tp > 1:
+            raise ConfigError(
+                f"Trainer(optimizers=...) with parallel.tp = {config.parallel.tp}",
+                "tensor parallelism puts parts in the place of the parameters that the optimizer was built on",
+                "set parallel.tp to 1, or use the optimizer section of the config",
             )
         if self.optimizer is not None and backend(config) == "deepspeed" and offload != "none":
             raise ConfigError(

@@ -5,10 +5,11 @@ Names are the Hugging Face parameter names of the unsplit model.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import product
+from itertools import pairwise
 from math import prod
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,22 @@ class Cut:
         """Shape of the parameter on a rank, padding included."""
         return (*self.shape[: self.dim], self.length, *self.shape[self.dim + 1 :])
 
+    def first_holder(self, rank: int) -> int:
+        """The first of the ranks that hold the same part as `rank`."""
+        return self.ranges.index(self.ranges[rank])
+
+    def first_held(self, rank: int) -> list[tuple[int, int]]:
+        """Ranges of a rank's own length that no rank below it holds too, padding left out."""
+        bounds = sorted({bound for ranges in self.ranges for pair in ranges for bound in pair})
+        below = [pair for ranges in self.ranges[:rank] for pair in ranges]
+        own, at = [], 0
+        for first, last in self.ranges[rank]:
+            for start, stop in pairwise(bound for bound in bounds if first <= bound <= last):
+                if not any(a <= start < b for a, b in below):
+                    own.append((at, at + stop - start))
+                at += stop - start
+        return own
+
 
 @dataclass(frozen=True)
 class ParameterSlice:
@@ -114,25 +131,31 @@ class ParameterSlice:
         """Number of elements owned, padding included."""
         return self.flat[1] - self.flat[0]
 
-    def boxes(self) -> list[Box]:
-        """The slice as boxes of the full tensor, in the order of its flattened elements; padding, at the end, is none.
+    def parts(self) -> Iterator[Part]:
+        """The slice as boxes of the full tensor; padding is in none of them.
 
-        A flat range rarely begins and ends with a row: an n-dimensional one takes up to 2n - 1 boxes.
+        A flat range rarely begins and ends with a row: an n-dimensional one takes up to 2n - 1 boxes of the local
+        tensor, each of which lies in as many boxes of the full one as it meets ranges of the cut.
 
         Example:
             Elements 2 to 9 of a (3, 4) matrix: the end of row 0, row 1, the first element of row 2.
         """
         local = self.shape if self.cut is None else self.cut.local_shape
-        boxes = [Box(offsets, sizes) for offsets, sizes in _boxes(local, *self.flat)]
-        if self.cut is None:
-            return boxes
-        ranges, dim = self.cut.ranges[self.rank], self.cut.dim
-        return [full for box in boxes for full in _in_full(box, dim, ranges)]
+        start = 0
+        for box in _boxes(local, *self.flat):
+            inside = Box.whole(box.sizes)
+            if self.cut is None:
+                yield Part(start, inside, box, box.sizes)
+            else:
+                for at, first, length in _met(box, self.cut.dim, self.cut.ranges[self.rank]):
+                    dim = self.cut.dim
+                    yield Part(start, inside.along(dim, at, length), box.along(dim, first, length), box.sizes)
+            start += box.numel
 
 
 @dataclass(frozen=True)
 class Box:
-    """A rectangular part of a full tensor.
+    """A rectangular part of a tensor.
 
     Args:
         offsets: First index in each dimension.
@@ -142,47 +165,80 @@ class Box:
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
+    @classmethod
+    def whole(cls, shape: tuple[int, ...]) -> Box:
+        """All of a tensor."""
+        return cls((0,) * len(shape), tuple(shape))
+
     @property
     def numel(self) -> int:
         """Number of elements."""
         return prod(self.sizes)
 
+    @property
+    def index(self) -> tuple[slice, ...]:
+        """What to index a tensor with."""
+        return tuple(slice(offset, offset + size) for offset, size in zip(self.offsets, self.sizes, strict=True))
 
-def _in_full(box: Box, dim: int, ranges: tuple[tuple[int, int], ...]) -> Iterator[Box]:
-    """The boxes of the full tensor that a box of the local one holds, in the order of its flattened elements."""
+    def along(self, dim: int, offset: int, size: int) -> Box:
+        """The box with another range in one dimension."""
+        return Box(
+            (*self.offsets[:dim], offset, *self.offsets[dim + 1 :]), (*self.sizes[:dim], size, *self.sizes[dim + 1 :])
+        )
+
+
+@dataclass(frozen=True)
+class Part:
+    """Those elements of a slice that are one box of the full tensor.
+
+    Args:
+        start: Where, in the slice's flat elements, a rectangle of shape `shape` begins.
+        inside: The part as a box of that rectangle.
+        box: The part as a box of the full tensor.
+        shape: Shape of the rectangle.
+    """
+
+    start: int
+    inside: Box
+    box: Box
+    shape: tuple[int, ...]
+
+    def of(self, flat: Any) -> Any:
+        """A view of the part's elements.
+
+        Args:
+            flat: One-dimensional tensor of the slice's elements.
+        """
+        return flat[self.start : self.start + prod(self.shape)].view(self.shape)[self.inside.index]
+
+
+def _met(box: Box, dim: int, ranges: tuple[tuple[int, int], ...]) -> Iterator[tuple[int, int, int]]:
+    """Where a box of the local tensor meets ranges of the full one: first index in the box, in the full one, length."""
     first, last = box.offsets[dim], box.offsets[dim] + box.sizes[dim]
-    pieces, at = [], 0
+    at = 0
     for start, stop in ranges:
         begin, end = max(first, at), min(last, at + stop - start)
         if begin < end:
-            pieces.append((start + begin - at, end - begin))
+            yield begin - first, start + begin - at, end - begin
         at += stop - start
-    if len(pieces) == 1:
-        leading: Iterable[tuple[tuple[int, ...], tuple[int, ...]]] = [(box.offsets[:dim], box.sizes[:dim])]
-    else:  # What lies side by side in one row of the local tensor does not in the full one.
-        rows = product(*(range(o, o + n) for o, n in zip(box.offsets[:dim], box.sizes[:dim], strict=True)))
-        leading = [(row, (1,) * dim) for row in rows]
-    for offsets, sizes in leading:
-        for start, length in pieces:
-            yield Box((*offsets, start, *box.offsets[dim + 1 :]), (*sizes, length, *box.sizes[dim + 1 :]))
 
 
-def _boxes(sizes: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Offsets and sizes of boxes that together are the flat elements `start` to `stop` of a tensor, in order."""
+def _boxes(sizes: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
+    """Boxes that together are the flat elements `start` to `stop` of a tensor, in order."""
     if start >= stop:
         return
     if len(sizes) < 2:
-        yield (start,) * len(sizes), (stop - start,) * len(sizes)
+        yield Box((start,) * len(sizes), (stop - start,) * len(sizes))
         return
     row = prod(sizes[1:])
     head = min(-(-start // row) * row, stop)  # to the end of a row that begins before `start`
     tail = max(stop // row * row, head)  # from the beginning of a row that ends after `stop`
     for begin, end in ((start, head), (tail, stop)):
         if begin == tail and tail > head:
-            yield (head // row, *(0,) * len(sizes[1:])), ((tail - head) // row, *sizes[1:])
+            yield Box((head // row, *(0,) * len(sizes[1:])), ((tail - head) // row, *sizes[1:]))
         index = begin // row
-        for offsets, box in _boxes(sizes[1:], begin - index * row, end - index * row):
-            yield (index, *offsets), (1, *box)
+        for box in _boxes(sizes[1:], begin - index * row, end - index * row):
+            yield Box((index, *box.offsets), (1, *box.sizes))
 
 
 def even_flat_range(numel: int, parts: int, index: int) -> tuple[int, int]:

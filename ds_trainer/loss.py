@@ -6,10 +6,12 @@ Legend: B samples, T positions, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from ds_trainer.config.schema import LossConfig
 from ds_trainer.errors import ConfigError
@@ -44,28 +46,43 @@ def shifted_labels(labels_BT: torch.Tensor) -> torch.Tensor:
     return F.pad(labels_BT[..., 1:], (0, 1), value=IGNORE_INDEX)
 
 
-def cross_entropy_sum(
-    logits_BTV: torch.Tensor, shifted_labels_BT: torch.Tensor, label_smoothing: float
-) -> torch.Tensor:
-    """Sum of the cross entropies of all positions with a label, in fp32."""
-    return F.cross_entropy(
-        logits_BTV.float().flatten(0, -2),
-        shifted_labels_BT.flatten(),
-        ignore_index=IGNORE_INDEX,
-        reduction="sum",
-        label_smoothing=label_smoothing,
-    )
-
-
-class CausalLMLoss:
-    """Cross entropy of next tokens, computed in fp32 from the logits.
+class CrossEntropy:
+    """Cross entropy, computed in fp32 from the logits of the whole vocabulary.
 
     Args:
         label_smoothing: Weight of the uniform distribution in the target (Szegedy et al. 2016, section 7).
     """
 
+    forward_options: Mapping[str, Any] = {}
+    """What the model's forward is told, so that it returns the logits that `sum` takes."""
+
     def __init__(self, label_smoothing: float = 0.0) -> None:
         self.label_smoothing = label_smoothing
+
+    def logits_of(self, head: nn.Module) -> AbstractContextManager[None]:
+        """Context in which the head returns the logits that `sum` takes."""
+        return nullcontext()
+
+    def sum(self, logits_BTV: torch.Tensor, shifted_labels_BT: torch.Tensor) -> torch.Tensor:
+        """Sum over all positions with a label."""
+        return F.cross_entropy(
+            logits_BTV.float().flatten(0, -2),
+            shifted_labels_BT.flatten(),
+            ignore_index=IGNORE_INDEX,
+            reduction="sum",
+            label_smoothing=self.label_smoothing,
+        )
+
+
+class CausalLMLoss:
+    """Cross entropy of next tokens.
+
+    Args:
+        cross_entropy: How it is computed.
+    """
+
+    def __init__(self, cross_entropy: CrossEntropy) -> None:
+        self.cross_entropy = cross_entropy
 
     def num_tokens(self, batch: Batch) -> int:
         """Labels other than -100, the first position left out: nothing predicts it."""
@@ -73,11 +90,11 @@ class CausalLMLoss:
 
     def inputs(self, batch: Batch) -> dict[str, Any]:
         """Everything but the labels: the loss is ours."""
-        return {key: value for key, value in batch.items() if key != "labels"}
+        return {k: v for k, v in batch.items() if k != "labels"} | dict(self.cross_entropy.forward_options)
 
     def loss_sum(self, outputs: Any, batch: Batch, step_tokens: int) -> torch.Tensor:
         """Sum over the label tokens of this micro-batch."""
-        return cross_entropy_sum(outputs["logits"], shifted_labels(batch["labels"]), self.label_smoothing)
+        return self.cross_entropy.sum(outputs["logits"], shifted_labels(batch["labels"]))
 
 
 class ChunkedCausalLMLoss(CausalLMLoss):
@@ -85,7 +102,8 @@ class ChunkedCausalLMLoss(CausalLMLoss):
 
     def inputs(self, batch: Batch) -> dict[str, Any]:
         """Everything, the labels already shifted."""
-        return super().inputs(batch) | {"shifted_labels": shifted_labels(batch["labels"])}
+        inputs = {key: value for key, value in batch.items() if key != "labels"}
+        return inputs | {"shifted_labels": shifted_labels(batch["labels"])}
 
     def loss_sum(self, outputs: Any, batch: Batch, step_tokens: int) -> torch.Tensor:
         """What the forward returned."""
@@ -94,7 +112,9 @@ class ChunkedCausalLMLoss(CausalLMLoss):
 
 def with_logits(loss: LossFunction) -> LossFunction:
     """The same loss for a pass whose logits are wanted: they are then computed whole."""
-    return CausalLMLoss(loss.label_smoothing) if isinstance(loss, ChunkedCausalLMLoss) else loss
+    if not isinstance(loss, CausalLMLoss):
+        return loss
+    return CausalLMLoss(CrossEntropy(loss.cross_entropy.label_smoothing))
 
 
 class ModelOwnLoss:
@@ -149,7 +169,11 @@ class UserLoss:
 
 
 def make_loss(
-    model_name: str, is_causal_lm: bool, config: LossConfig, function: Callable[..., torch.Tensor] | None
+    model_name: str,
+    is_causal_lm: bool,
+    config: LossConfig,
+    function: Callable[..., torch.Tensor] | None,
+    cross_entropy: CrossEntropy,
 ) -> LossFunction:
     """The loss of a run.
 
@@ -158,6 +182,7 @@ def make_loss(
         is_causal_lm: Whether the model predicts next tokens.
         config: The config's loss section.
         function: The user's `compute_loss_func`.
+        cross_entropy: How that of causal language models is computed.
 
     Raises:
         ConfigError: A key of the section is set for a loss that is not computed here.
@@ -167,8 +192,8 @@ def make_loss(
             config, "a compute_loss_func was handed to Trainer" if function else f"{model_name} computes its own loss"
         )
     if config.chunk_tokens is not None:
-        return ChunkedCausalLMLoss(config.label_smoothing)
-    base: LossFunction = CausalLMLoss(config.label_smoothing) if is_causal_lm else ModelOwnLoss()
+        return ChunkedCausalLMLoss(cross_entropy)
+    base: LossFunction = CausalLMLoss(cross_entropy) if is_causal_lm else ModelOwnLoss()
     if function is not None:
         return UserLoss(function, counts_like=base)
     if not is_causal_lm:

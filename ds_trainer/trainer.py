@@ -23,6 +23,7 @@ from ds_trainer.checkpoint.store import STATE, Checkpoint, RankState, open_check
 from ds_trainer.checkpoint.trial import trial_save
 from ds_trainer.data.loader import BatchLoader
 from ds_trainer.data.same import same_everywhere
+from ds_trainer.engines.replicas import check_replicas
 from ds_trainer.errors import ConfigError, DsTrainerError, UserError, tell
 from ds_trainer.evaluation import EvaluationResult, prediction_metrics, run_evaluation
 from ds_trainer.evaluation_samples import continued, keep, show
@@ -51,6 +52,9 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+_CHECKED_STEPS = 3
+"""After so many first steps of a process tensor ranks are held to equal copies of what each of them holds whole."""
 
 
 def _guarded(method: Callable[Concatenate[Trainer, P], R]) -> Callable[Concatenate[Trainer, P], R]:
@@ -126,6 +130,7 @@ class Trainer:
         self._compute_metrics = compute_metrics
         self._base_lrs = [group["lr"] for group in self.engine.param_groups()]
         self.window = WindowMean()
+        self._unchecked_steps = _CHECKED_STEPS
         self._stop_signal = False
         self._holds_folder = False
         self._keeper = CheckpointKeeper(self.config, self.state, self._save)
@@ -278,6 +283,9 @@ class Trainer:
         lr = self.engine.param_groups()[0]["lr"]
         skipped = self._update(step_loss)
         state.global_step += 1
+        if self._unchecked_steps:
+            self._unchecked_steps -= 1
+            check_replicas(self.engine, self.run.mesh, place)
         state.epoch = loader.sampler.epochs_before(state.global_step)
         state.loss = step_loss.mean if step_loss.num_tokens else None
         self._set_lr()

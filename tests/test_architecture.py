@@ -29,6 +29,8 @@ LEVELS = {
     "mesh.variables": 0,
     "models.spec": 0,
     "tensor_parallel.plan": 0,
+    "tensor_parallel.shares": 0,
+    "tensor_parallel.sizes": 0,
     "data.sampler": 0,
     "planner": 0,
     "mesh.patience": 0,

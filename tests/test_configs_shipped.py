@@ -15,6 +15,8 @@ from tests.helpers.deepspeed_reads import accept
 
 FOLDER = Path(__file__).parents[1] / "ds_configs"
 SHIPPED = sorted(path.relative_to(FOLDER).as_posix() for path in FOLDER.glob("*/*.json"))
+WITHOUT_TP = [name for name in SHIPPED if load_config(FOLDER / name)[0].parallel.tp == 1]
+"""Those that other trainers have words for."""
 TABLE = [
     [cell.strip() for cell in line.strip("|").split("|")]
     for line in (FOLDER / "README.md").read_text().splitlines()

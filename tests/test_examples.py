@@ -6,7 +6,8 @@ import os
 import re
 import runpy
 import sys
-from contextlib import redirect_stderr
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
 from pathlib import Path
 from tempfile import TemporaryFile
 
@@ -145,6 +146,41 @@ def test_custom_model_learns_to_classify_and_exports_its_class(world, tmp_path):
         chosen = exported(torch.tensor([row["input_ids"] for row in rows])).logits.argmax(-1)
     share = (chosen == torch.tensor([row["label"] for row in rows])).float().mean().item()
     assert share == pytest.approx(after["eval_accuracy"])
+
+
+def printed_by_hand(faulty_layer=None):
+    """What the example prints, and how it ends; with the sums of a layer left out where one is named."""
+    with redirect_stdout(StringIO()) as said, pytest.MonkeyPatch.context() as patch:
+        if faulty_layer is not None:
+            patch.setattr(f"ds_trainer.tensor_parallel.{faulty_layer}", lambda x, group: x)
+        try:
+            module("tp_by_hand.py").main()
+            end = None
+        except SystemExit as stop:
+            end = str(stop.code)
+    return said.getvalue(), end
+
+
+def test_tp_by_hand_shows_what_is_sent_and_that_nothing_changes(world):
+    (text, end), (silent, _) = world(printed_by_hand, 2)
+    assert end is None and not silent
+    number = 2 * 10 * 64 * 4
+    blocks = [block.splitlines() for block in text.split("\n\n")[1:5]]
+    assert [block[0] for block in blocks] == [
+        name + mode for mode in ("", ", with sequence parallelism") for name in ("MLP", "Attention")
+    ]
+    for block in blocks:
+        sequence = "sequence" in block[0]
+        forward = ["all-gather", "reduce-scatter"] if sequence else ["all-reduce"]
+        backward = ["all-gather", "all-gather", "reduce-scatter"] if sequence else ["all-reduce"]
+        for direction, sent in (("forward", forward), ("backward", backward)):
+            assert f"  {direction} sends: " + ", ".join(f"{kind} of {number:,} bytes" for kind in sent) in block
+        assert float(re.search(r"largest difference from the whole block: (\S+)", block[-1])[1]) < 1e-5
+
+
+def test_tp_by_hand_finds_a_sum_that_is_missing(world):
+    for _, end in world(printed_by_hand, 2, "linear.reduce_from_group"):
+        assert re.search("MLP on rank . differs from the whole block: {'output'", end)
 
 
 @pytest.mark.nvme

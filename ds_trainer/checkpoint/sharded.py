@@ -44,12 +44,7 @@ class Shard:
 
     def __init__(self, handle: StateTensor, piece: ParameterSlice) -> None:
         self._handle, self._shape = handle, piece.shape
-        self._starts: dict[tuple[int, ...], tuple[int, tuple[int, ...]]] = {}
-        start = 0
-        for box in piece.boxes():
-            self._starts[box.offsets] = start, box.sizes
-            start += box.numel
-        self._read: torch.Tensor | None = None
+        self._parts = {part.box.offsets: part for part in piece.parts()}
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
         properties = TensorProperties(dtype=self._handle.dtype)
@@ -58,22 +53,21 @@ class Shard:
                 index=MetadataIndex(fqn, offsets),
                 type=WriteItemType.SHARD,
                 tensor_data=TensorWriteData(
-                    ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)), properties, torch.Size(self._shape)
+                    ChunkStorageMetadata(torch.Size(offsets), torch.Size(part.box.sizes)),
+                    properties,
+                    torch.Size(self._shape),
                 ),
             )
-            for offsets, (_, sizes) in self._starts.items()
+            for offsets, part in self._parts.items()
         ]
 
-    def box(self, offsets: tuple[int, ...]) -> torch.Tensor:
-        """The values of one box on the host; the slice that holds it is read once for all its boxes."""
-        if self._read is None:
-            self._read = self._handle.read()
-        start, sizes = self._starts[offsets]
-        numel = torch.Size(sizes).numel()
-        value = self._read.reshape(-1)[start : start + numel].view(sizes).cpu()
-        if start + numel == self._read.numel():
-            self._read = None
-        return value
+    def read(self) -> torch.Tensor:
+        """The values of all boxes, flat, on the host."""
+        return self._handle.read().reshape(-1).cpu()
+
+    def box(self, values: torch.Tensor, offsets: tuple[int, ...]) -> torch.Tensor:
+        """The values of one box, out of those of all."""
+        return self._parts[offsets].of(values).contiguous()
 
 
 def shards(state: State, layout: list[ParameterSlice]) -> dict[str, Shard]:
@@ -99,9 +93,15 @@ def part_of(piece: ParameterSlice, handle: StateTensor) -> ParameterSlice:
 class _Planner(dcp.DefaultSavePlanner):
     """torch.distributed.checkpoint's planner, which by itself looks up tensors only."""
 
+    _held: tuple[str, torch.Tensor] | None = None
+    """Name and values of the shard that was read last: once for all its boxes, which follow one another."""
+
     def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
         assert index.offset is not None
-        return self.state_dict[index.fqn].box(tuple(index.offset))
+        shard: Shard = self.state_dict[index.fqn]
+        if self._held is None or self._held[0] != index.fqn:
+            self._held = index.fqn, shard.read()
+        return shard.box(self._held[1], tuple(index.offset))
 
 
 class SafetensorsWriter(StorageWriter):

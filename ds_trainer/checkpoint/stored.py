@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from ds_trainer.checkpoint.sharded import INDEX, box_key
 from ds_trainer.engines.state import MASTER
 from ds_trainer.errors import CheckpointError
-from ds_trainer.layout import ParameterSlice
+from ds_trainer.layout import Box, ParameterSlice
 from ds_trainer.models.source import WeightSource
 
 
@@ -79,24 +79,35 @@ class StoredState:
         Raises:
             CheckpointError: A file cannot be read.
         """
-        with reading(self.folder):
-            return self._read(fqn, piece)
-
-    def _read(self, fqn: str, piece: ParameterSlice) -> torch.Tensor:
-        stored = self.tensors[fqn]
-        out = torch.empty(piece.numel, dtype=stored.properties.dtype)
-        boxes = piece.boxes()
-        views = [part.view(b.sizes) for part, b in zip(out.split([b.numel for b in boxes]), boxes, strict=True)]
-        wanted = [ChunkStorageMetadata(torch.Size(b.offsets), torch.Size(b.sizes)) for b in boxes]
-        for item in create_read_items_for_chunk_list(fqn, stored, wanted):
-            number, target = item.storage_index.index, item.dest_index.index
-            assert number is not None and target is not None and item.storage_index.offset is not None
-            key = box_key(MetadataIndex(fqn, item.storage_index.offset))
-            source = self._open(self._files[fqn][number]).get_slice(key)
-            cut = tuple(slice(o, o + n) for o, n in zip(item.storage_offsets, item.lengths, strict=True))
-            into = tuple(slice(o, o + n) for o, n in zip(item.dest_offsets, item.lengths, strict=True))
-            views[target][into] = source[cut] if cut else source[...]
+        out = torch.zeros(piece.numel, dtype=self.tensors[fqn].properties.dtype)
+        self._fill(fqn, [(part.box, part.of(out)) for part in piece.parts()])
         return out
+
+    def box(self, fqn: str, box: Box) -> torch.Tensor:
+        """The elements of a box, on the host.
+
+        Args:
+            fqn: `<key>/<parameter>`.
+            box: Which part of the full tensor.
+
+        Raises:
+            CheckpointError: A file cannot be read.
+        """
+        out = torch.empty(box.sizes, dtype=self.tensors[fqn].properties.dtype)
+        self._fill(fqn, [(box, out)])
+        return out
+
+    def _fill(self, fqn: str, wanted: list[tuple[Box, torch.Tensor]]) -> None:
+        chunks = [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box, _ in wanted]
+        with reading(self.folder):
+            for item in create_read_items_for_chunk_list(fqn, self.tensors[fqn], chunks):
+                number, target = item.storage_index.index, item.dest_index.index
+                assert number is not None and target is not None and item.storage_index.offset is not None
+                key = box_key(MetadataIndex(fqn, item.storage_index.offset))
+                source = self._open(self._files[fqn][number]).get_slice(key)
+                lengths = tuple(item.lengths)
+                stored, into = Box(tuple(item.storage_offsets), lengths), Box(tuple(item.dest_offsets), lengths)
+                wanted[target][1][into.index] = source[stored.index] if lengths else source[...]
 
 
 def _metadata(entry: Mapping[str, Any]) -> TensorStorageMetadata:
@@ -128,6 +139,11 @@ class StoredWeights(WeightSource):
         whole = self._stored.whole(fqn)
         assert whole is not None
         return whole
+
+    def box(self, name: str, box: Box) -> torch.Tensor:
+        """As in `WeightSource`."""
+        fqn = f"{MASTER}/{name}"
+        return self._stored.box(fqn, box) if fqn in self._stored.tensors else self._others.box(name, box)
 
     def stored_dtype(self, name: str) -> torch.dtype:
         """As in `WeightSource`."""

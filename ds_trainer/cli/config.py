@@ -23,6 +23,7 @@ from ds_trainer.config.machine import probe_machine_pure
 from ds_trainer.config.resolve import resolve
 from ds_trainer.config.resolved import ResolvedConfig
 from ds_trainer.config.schema import RunConfig
+from ds_trainer.config.tensor_rules import shares_of
 from ds_trainer.config.translate import OPTIONS, TARGETS, engine_overrides, translate
 from ds_trainer.errors import ConfigError, ConfigErrors, UserError
 from ds_trainer.models.spec import ModelSpec, read_spec
@@ -71,10 +72,11 @@ def json_schema() -> dict:
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **RunConfig.model_json_schema(by_alias=True)}
 
 
-def _resolved(args: argparse.Namespace, overrides: Sequence[str]) -> ResolvedConfig:
+def _resolved(args: argparse.Namespace, overrides: Sequence[str]) -> tuple[ResolvedConfig, ModelSpec | None]:
     config, origins = load_config(args.config, overrides, args.deepspeed_config)
     machine = probe_machine_pure(args.world, args.device or config.run.device)
-    return resolve(config, origins, machine, _local_spec(config))
+    spec = _local_spec(config)
+    return resolve(config, origins, machine, spec), spec
 
 
 def _local_spec(config: RunConfig) -> ModelSpec | None:
@@ -98,9 +100,8 @@ def _translate(args: argparse.Namespace) -> int:
                 f"--{option} with --to {to}", f"it is for {' and '.join(targets)}", f"remove --{option}, or change --to"
             )
     overrides = {text.partition("=")[0]: text for text in [*args.set, *engine_overrides(config, origins, to)]}
-    translation = translate(
-        _resolved(args, list(overrides.values())), to, python=args.python, standalone=args.standalone
-    )
+    resolved, _ = _resolved(args, list(overrides.values()))
+    translation = translate(resolved, to, python=args.python, standalone=args.standalone)
     print(translation.text)
     for note in translation.notes:
         print(f"note: {note}", file=sys.stderr)
@@ -121,7 +122,7 @@ def _check(args: argparse.Namespace) -> int:
     except ConfigErrors as found:
         errors += found.errors
     else:
-        for text in [*resolved.warnings, *_left_to_a_script(loaded.config)]:
+        for text in [*resolved.warnings, *_left_to_a_script(loaded.config), *_left_to_the_load(loaded.config, spec)]:
             print(f"warning: {text}")
     if errors:
         print("\n\n".join(str(error) for error in errors), file=sys.stderr)
@@ -136,11 +137,16 @@ def _left_to_a_script(config: RunConfig) -> Iterator[str]:
             yield f"{key} is not set: `ds-trainer train` needs it, a script may pass Trainer({argument}=...) instead"
 
 
+def _left_to_the_load(config: RunConfig, spec: ModelSpec | None) -> Iterator[str]:
+    if config.parallel.tp > 1 and spec is None:
+        yield f"whether parallel.tp {config.parallel.tp} fits the model is checked at load: it is no folder here"
+
+
 def _show(args: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.table import Column, Table
 
-    resolved = _resolved(args, args.set)
+    resolved, spec = _resolved(args, args.set)
     # A pipe or a file has no width to fit: each key stays on one line, so that grep finds it.
     console = Console(width=None if sys.stdout.isatty() else 1000)
     if args.backend is not None:
@@ -154,7 +160,14 @@ def _show(args: argparse.Namespace) -> int:
     console.print(table)
     for text in resolved.warnings:
         console.print(f"warning: {text}")
-    title = f"bytes per parameter that each of {resolved.data_ranks} data ranks keeps, buffers and activations apart"
+    tp = resolved.config.parallel.tp
+    if parts := share_rows(resolved.config, spec):
+        shares = Table(*SHARE_COLUMNS, title=f"the model on each of {tp} tensor ranks", padding=0)
+        for part in parts:
+            shares.add_row(*part)
+        console.print(shares)
+    of_what = "parameter" if tp == 1 else "parameter of its tensor rank's part"
+    title = f"bytes per {of_what} that each of {resolved.data_ranks} data ranks keeps, buffers and activations apart"
     # Numbers as narrow as they can be leave room for the reason on a terminal of 80 columns.
     *numbers, why = COST_COLUMNS
     narrow = (Column(name.replace(" ", "\n"), no_wrap=True) for name in numbers)
@@ -217,6 +230,15 @@ def _without_part(resolved: ResolvedConfig) -> set[str]:
     if backend(resolved.config) == "fsdp2":
         idle |= {key for key in resolved.reasons if key.startswith("zero.") and resolved.reasons[key] == "default"}
     return idle | {"$schema"}
+
+
+SHARE_COLUMNS = ("what", "in all", "on a rank")
+
+
+def share_rows(config: RunConfig, spec: ModelSpec | None) -> list[tuple[str, str, str]]:
+    """Heads, widths, experts and vocabulary per tensor rank, under `SHARE_COLUMNS`; none where they are not known."""
+    shares = None if spec is None or spec.pickled or config.parallel.tp == 1 else shares_of(config, spec)
+    return [] if shares is None else shares.table(config.parallel.tp)
 
 
 COST_COLUMNS = ("stage", "gradients", "after backward", "after step", "on host", "on NVMe", "ZeRO paper", "why")

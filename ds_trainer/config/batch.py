@@ -28,51 +28,66 @@ class Batch:
     reasons: Mapping[str, str]
 
 
-def solve_batch(batch: BatchConfig, data_ranks: int) -> Batch:
+@dataclass(frozen=True)
+class _DataRanks:
+    """Ranks that see different samples, and the words for them."""
+
+    number: int
+    tp: int
+
+    def __str__(self) -> str:
+        every = f" ({self.number * self.tp} ranks / parallel.tp {self.tp})" if self.tp > 1 else ""
+        return f"{self.number} data ranks{every}"
+
+
+def solve_batch(batch: BatchConfig, data_ranks: int, tp: int = 1) -> Batch:
     """Fills in what the given numbers determine; what they leave open is 1.
 
     Args:
         batch: Section with any of the three numbers.
         data_ranks: Ranks that see different samples.
+        tp: Ranks that share a copy of the model, and so see the same samples.
 
     Raises:
         ConfigError: The numbers contradict one another; names all of them and the nearest that work.
     """
     total, micro, accumulation = batch.global_size, batch.micro_size, batch.accumulation
+    ranks = _DataRanks(data_ranks, tp)
     if total is None:
-        return _from_factors(micro, accumulation, data_ranks)
+        return _from_factors(micro, accumulation, ranks)
     reasons: dict[str, str] = {}
     if micro is None and accumulation is None:
         micro, reasons["micro_size"] = 1, "1 needs the least memory; the rest is accumulated"
     known = (micro or 1) * (accumulation or 1) * data_ranks
     if total % known or (micro and accumulation and total != known):
-        raise _contradiction(total, micro, accumulation, data_ranks)
+        raise _contradiction(total, micro, accumulation, ranks)
     derived = total // known
     if accumulation is None:
-        reasons["accumulation"] = f"{total} / (micro_size {micro} x {data_ranks} data ranks)"
+        reasons["accumulation"] = f"{total} / (micro_size {micro} x {ranks})"
     elif micro is None:
-        reasons["micro_size"] = f"{total} / (accumulation {accumulation} x {data_ranks} data ranks)"
+        reasons["micro_size"] = f"{total} / (accumulation {accumulation} x {ranks})"
     return Batch(total, micro or derived, accumulation or derived, reasons)
 
 
-def _from_factors(micro: int | None, accumulation: int | None, data_ranks: int) -> Batch:
+def _from_factors(micro: int | None, accumulation: int | None, ranks: _DataRanks) -> Batch:
     reasons = {}
     if micro is None:
         reasons["micro_size"] = "1 where nothing else determines it"
     if accumulation is None:
         reasons["accumulation"] = "1 where nothing else determines it"
     micro, accumulation = micro or 1, accumulation or 1
-    reasons["global_size"] = f"micro_size {micro} x accumulation {accumulation} x {data_ranks} data ranks"
-    return Batch(micro * accumulation * data_ranks, micro, accumulation, reasons)
+    reasons["global_size"] = f"micro_size {micro} x accumulation {accumulation} x {ranks}"
+    return Batch(micro * accumulation * ranks.number, micro, accumulation, reasons)
 
 
-def _contradiction(total: int, micro: int | None, accumulation: int | None, data_ranks: int) -> ConfigError:
+def _contradiction(total: int, micro: int | None, accumulation: int | None, ranks: _DataRanks) -> ConfigError:
+    data_ranks = ranks.number
     known = (micro or 1) * (accumulation or 1) * data_ranks
     factors = [
         f"batch.micro_size {micro}" if micro else "",
         f"batch.accumulation {accumulation}" if accumulation else "",
     ]
-    product = " x ".join([*filter(None, factors), f"{data_ranks} data ranks"])
+    product = " x ".join([*filter(None, factors), str(ranks)])
     if micro and accumulation:
         fixes = [f"batch.global_size to {known}"]
         if total % (micro * data_ranks) == 0:

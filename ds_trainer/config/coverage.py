@@ -31,7 +31,7 @@ _OURS = {
     "$schema": Coverage("implied", "read by editors"),
     "accelerate": Coverage("refused", "it says what the accelerate engine runs on"),
 }
-_ALL_RANKS = "it lays out the ranks of fsdp2; this engine takes all ranks as one group"
+_ALL_RANKS = "it lays out the data ranks of fsdp2; this engine takes all of them as one group"
 _ONE_GROUP = {
     "parallel.dp_replicate": Coverage("refused", _ALL_RANKS, (1,)),
     "parallel.dp_shard": Coverage("refused", _ALL_RANKS),
@@ -42,6 +42,14 @@ _GRAD_SCALER = {
     "precision.loss_scale.hysteresis": Coverage("no_effect", "torch.amp.GradScaler halves at each overflow"),
     "precision.loss_scale.min_loss_scale": Coverage("no_effect", "torch.amp.GradScaler has no lower end"),
 }
+_OWN_ENGINES = "the engines deepspeed, fsdp2 and ddp cut layers themselves; accelerate takes all ranks as data ranks"
+_NO_TENSOR_PARALLELISM = {
+    "parallel.tp": Coverage("refused", _OWN_ENGINES, (1,)),
+    **{
+        f"parallel.{name}": Coverage("refused", _OWN_ENGINES)
+        for name in ("tp_plan", "sequence_parallel", "keep_gathered_input")
+    },
+}
 _NO_DEEPSPEED = {"native.deepspeed": Coverage("refused", "DeepSpeed keys belong to the deepspeed engine")}
 _NO_BUCKETS = Coverage("no_effect", "fsdp2 gathers and reduces block by block, and has no buckets")
 
@@ -49,6 +57,7 @@ _TABLE: dict[str, dict[str, Coverage]] = {
     "deepspeed": _OURS
     | _ONE_GROUP
     | {
+        "parallel.tp": Coverage("mapped", "the mpu that names the data ranks, and the batch's factors"),
         "zero": Coverage("mapped", "zero_optimization and aio"),
         "precision.dtype": Coverage("mapped", "bf16, fp16; torch_autocast for bf16 at stage 0"),
         "precision.grad_dtype": Coverage("mapped", "data_types.grad_accum_dtype"),
@@ -66,6 +75,7 @@ _TABLE: dict[str, dict[str, Coverage]] = {
     | {
         "parallel.dp_replicate": Coverage("mapped", "mesh"),
         "parallel.dp_shard": Coverage("mapped", "mesh"),
+        "parallel.tp": Coverage("mapped", "mesh, whose innermost axis it is"),
         "fsdp.reshard_after_forward": Coverage("mapped", "reshard_after_forward of fully_shard"),
         "fsdp.cpu_offload": Coverage("mapped", "CPUOffloadPolicy"),
         "fsdp.pin_memory": Coverage("mapped", "CPUOffloadPolicy.pin_memory"),
@@ -96,6 +106,7 @@ _TABLE: dict[str, dict[str, Coverage]] = {
     | _GRAD_SCALER
     | _NO_DEEPSPEED
     | {
+        "parallel.tp": Coverage("mapped", "process_group: the data ranks"),
         "ddp": Coverage("mapped", "arguments of DistributedDataParallel and its communication hooks"),
         "precision.dtype": Coverage("mapped", "torch.autocast over fp32 parameters"),
         "precision.grad_dtype": Coverage("refused", "DDP accumulates in the parameters' format", ("fp32",)),
@@ -105,7 +116,7 @@ _TABLE: dict[str, dict[str, Coverage]] = {
         "zero": Coverage("refused", "ZeRO belongs to the deepspeed engine"),
     },
 }
-_ACCELERATE = {"accelerate": Coverage("mapped", "which plugin is made")}
+_ACCELERATE = _NO_TENSOR_PARALLELISM | {"accelerate": Coverage("mapped", "which plugin is made")}
 _TABLE |= {
     "accelerate+deepspeed": _TABLE["deepspeed"] | _ACCELERATE,
     "accelerate+fsdp2": _TABLE["fsdp2"]

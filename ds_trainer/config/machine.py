@@ -21,7 +21,8 @@ def probe_machine_pure(world: int = 1, device: Literal["cpu", "cuda"] | None = N
     if device is None:
         device = "cuda" if Path("/proc/driver/nvidia/version").exists() else "cpu"
     if device == "cuda":
-        return Machine(world, "cuda", ("fp32", "bf16", "fp16"), "assumed: GPUs since Ampere compute in bf16")
+        reason = "assumed: GPUs since Ampere compute in bf16"
+        return Machine(world, "cuda", ("fp32", "bf16", "fp16"), reason, node_ranks=_num_gpus())
     return cpu_machine(world, _cpu_flags())
 
 
@@ -31,6 +32,11 @@ def cpu_machine(world: int, flags: frozenset[str]) -> Machine:
     if found:
         return Machine(world, "cpu", ("fp32", "bf16"), f"this CPU computes in bf16 ({', '.join(found)})")
     return Machine(world, "cpu", ("fp32",), "this CPU has no bf16 arithmetic and emulates it slowly")
+
+
+def _num_gpus() -> int | None:
+    """GPUs of this machine; None where it has none: the run is for another one."""
+    return len(list(Path("/proc/driver/nvidia/gpus").glob("*"))) or None
 
 
 def _cpu_flags() -> frozenset[str]:

@@ -11,12 +11,13 @@ from ds_trainer.config.asked import Asked
 from ds_trainer.config.backend import backend
 from ds_trainer.config.batch import solve_batch
 from ds_trainer.config.deepspeed.to_deepspeed import to_deepspeed
-from ds_trainer.config.deepspeed.zero_resolve import ModelSize, check_parameter_buffer, derive_zero
+from ds_trainer.config.deepspeed.zero_resolve import check_parameter_buffer, derive_zero
 from ds_trainer.config.deepspeed.zero_rules import no_effect_of_zero
 from ds_trainer.config.keys import leaf_values, value
-from ds_trainer.config.resolved import Machine, ResolvedConfig
+from ds_trainer.config.resolved import Machine, ModelSize, ResolvedConfig
 from ds_trainer.config.rules import check_machine, has_fused_kernel, no_effect_warnings
 from ds_trainer.config.schema import RunConfig
+from ds_trainer.config.tensor_rules import check_tensor_model, shares_of, tensor_warnings
 from ds_trainer.config.torch.fsdp_rules import derive_fsdp
 from ds_trainer.errors import ConfigError, ConfigErrors
 from ds_trainer.models.spec import ModelSpec
@@ -44,18 +45,19 @@ def resolve(
 
     Raises:
         ConfigErrors: The batch numbers contradict, the machine lacks something, samples would be longer than the
-            model's positions, a buffer is smaller than its largest parameter, or `native.deepspeed` contradicts.
+            model's positions, its layers do not divide by the tensor ranks, a buffer is smaller than its largest
+            parameter, or `native.deepspeed` contradicts.
     """
-    size = ModelSize(
-        num_parameters or (spec.num_parameters if spec else 0) or None,
-        largest_parameter or (spec.largest_parameter if spec else 0) or None,
-        spec.hidden_size if spec else None,
-    )
-    data_ranks = machine.world
     errors = [*check_machine(config, origins, machine), *_beyond_positions(config, origins, spec)]
+    if spec is not None:
+        errors += check_tensor_model(config, Asked(config, origins), spec)
+    if machine.world % config.parallel.tp:
+        raise ConfigErrors(errors)  # What follows depends on the number of data ranks.
+    of_data = machine.of_data_ranks(config.parallel.tp)
+    size = _size(config, spec, num_parameters, largest_parameter)
     derived = _precision(config, machine) | _run_values(config, machine)
     try:
-        batch = solve_batch(config.batch, data_ranks)
+        batch = solve_batch(config.batch, of_data.world, config.parallel.tp)
     except ConfigError as error:
         errors.append(error)
     else:
@@ -66,12 +68,12 @@ def resolve(
         dtypes = tuple(
             derived.get(key, (value(config, key), ""))[0] for key in ("precision.dtype", "precision.grad_dtype")
         )
-        derived |= derive_zero(config.zero, dtypes, origins, machine, size)
-        errors += check_parameter_buffer(config.zero, origins, machine, size)
+        derived |= derive_zero(config.zero, dtypes, origins, of_data, size)
+        errors += check_parameter_buffer(config.zero, origins, of_data, size)
     elif backend(config) == "ddp" and config.ddp.find_unused_parameters is None:
         derived["ddp.find_unused_parameters"] = (False, "every parameter of a causal LM takes part in the loss")
     elif backend(config) == "fsdp2":
-        derived |= derive_fsdp(config, Asked(config, origins), machine)
+        derived |= derive_fsdp(config, Asked(config, origins), of_data)
     if config.optimizer.fused is None:
         fused = _implementation(config) == "torch_fused"
         derived["optimizer.fused"] = (
@@ -86,10 +88,11 @@ def resolve(
     resolved = ResolvedConfig(
         config=complete,
         machine=machine,
-        data_ranks=data_ranks,
+        data_ranks=of_data.world,
         optimizer_implementation=_implementation(complete),
+        size=size,
         reasons=reasons,
-        warnings=tuple(_warnings(complete, origins, machine)),
+        warnings=(*_warnings(complete, origins, machine), *tensor_warnings(complete, machine, spec)),
     )
     if config.native.deepspeed:
         to_deepspeed(resolved)  # raises where the native block contradicts
@@ -121,6 +124,18 @@ def total_steps(num_samples: int | None, global_size: int, epochs: int | None, m
             "set run.max_steps",
         )
     return min(bounds)
+
+
+def _size(config: RunConfig, spec: ModelSpec | None, num_parameters: int | None, largest: int | None) -> ModelSize:
+    """What one rank's part of the model counts; of an instance, whose layers have no headers, at the least."""
+    tp = config.parallel.tp
+    shares = None if spec is None else shares_of(config, spec)
+    if tp > 1 and shares is not None and not shares.spec.pickled:
+        num_parameters, largest = shares.elements(tp)
+    else:
+        num_parameters = num_parameters or (spec.num_parameters if spec else 0)
+        num_parameters, largest = -(-num_parameters // tp), largest or (spec.largest_parameter if spec else 0)
+    return ModelSize(num_parameters or None, largest or None, spec.hidden_size if spec else None)
 
 
 def _beyond_positions(config: RunConfig, origins: Mapping[str, str], spec: ModelSpec | None) -> Iterator[ConfigError]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from ds_trainer.config.schema import RunConfig
@@ -17,12 +17,33 @@ class Machine:
         device: Kind of device that every rank has.
         native_dtypes: Formats the device computes natively, fp32 first.
         reason: How `native_dtypes` is known, for people.
+        node_ranks: Ranks on a node; None: not known.
     """
 
     world: int = 1
     device: Literal["cpu", "cuda"] = "cpu"
     native_dtypes: tuple[str, ...] = ("fp32",)
     reason: str = ""
+    node_ranks: int | None = None
+
+    def of_data_ranks(self, tp: int) -> Machine:
+        """The machine as an engine sees it: of every `tp` ranks, which share a copy of the model, one."""
+        return replace(self, world=self.world // tp)
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """What memory and buffers depend on; each None where it is not known.
+
+    Args:
+        num_parameters: Elements of a tensor rank's part of the model, without tensor parallelism of the whole.
+        largest_parameter: Elements of the largest parameter in it.
+        hidden_size: Width of the residual stream.
+    """
+
+    num_parameters: int | None = None
+    largest_parameter: int | None = None
+    hidden_size: int | None = None
 
 
 @dataclass(frozen=True)
@@ -35,6 +56,7 @@ class ResolvedConfig:
         machine: The machine it was resolved for.
         data_ranks: Ranks that see different samples.
         optimizer_implementation: `torch`, `torch_fused` (one kernel), `deepspeed_cpu` (state on the host).
+        size: What one rank's part of the model counts.
         warnings: What runs as asked, but slowly or without effect.
     """
 
@@ -42,5 +64,6 @@ class ResolvedConfig:
     machine: Machine
     data_ranks: int
     optimizer_implementation: Literal["torch", "torch_fused", "deepspeed_cpu"]
+    size: ModelSize = ModelSize()
     reasons: dict[str, str] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()

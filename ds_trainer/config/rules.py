@@ -17,6 +17,7 @@ from ds_trainer.config.deepspeed.zero_rules import check_zero, check_zero_machin
 from ds_trainer.config.keys import leaf_fields, value
 from ds_trainer.config.resolved import Machine
 from ds_trainer.config.schema import RunConfig
+from ds_trainer.config.tensor_rules import check_tensor, check_tensor_ranks
 from ds_trainer.config.torch.fsdp_rules import check_fsdp, check_fsdp_machine
 from ds_trainer.errors import ConfigError
 
@@ -39,7 +40,11 @@ def check_config(config: RunConfig, origins: Mapping[str, str]) -> list[ConfigEr
 def check_machine(config: RunConfig, origins: Mapping[str, str], machine: Machine) -> list[ConfigError]:
     """Every fault that shows once the kind of device and the number of ranks are known."""
     asked = Asked(config, origins)
-    return [error for rule in _MACHINE_RULES for error in rule(config, asked, machine)]
+    found = [error for rule in _MACHINE_RULES for error in rule(config, asked, machine)]
+    if machine.world % config.parallel.tp == 0:  # Else it is not known over how many ranks an engine cuts.
+        of_data = machine.of_data_ranks(config.parallel.tp)
+        found += [error for rule in _DATA_RANK_RULES for error in rule(config, asked, of_data)]
+    return found
 
 
 def no_effect_warnings(config: RunConfig, origins: Mapping[str, str]) -> list[str]:
@@ -72,7 +77,7 @@ def _refused_by_engine(config: RunConfig, asked: Asked) -> Iterator[ConfigError]
             yield ConfigError(
                 f"{asked.says(key)} with parallel.engine {_engine_in_words(config)}",
                 entry.note,
-                f"remove {key} or change {_chooses_engine(config)}",
+                f"remove {key} or change {_chooses_engine(config, key)}",
             )
 
 
@@ -81,8 +86,11 @@ def _engine_in_words(config: RunConfig) -> str:
     return f"{config.parallel.engine!r}{over}"
 
 
-def _chooses_engine(config: RunConfig) -> str:
-    return "accelerate.backend" if config.parallel.engine == "accelerate" else "parallel.engine"
+def _chooses_engine(config: RunConfig, key: str) -> str:
+    """The key to change: accelerate's backend, unless accelerate refuses whatever it runs on."""
+    others = [column for column in covered_engines() if column.startswith("accelerate+")]
+    is_refused = all(coverage(key, column).status == "refused" for column in others)
+    return "accelerate.backend" if config.parallel.engine == "accelerate" and not is_refused else "parallel.engine"
 
 
 def _zero(config: RunConfig, asked: Asked) -> Iterator[ConfigError]:
@@ -305,6 +313,7 @@ _RULES: tuple[Callable[[RunConfig, Asked], Iterator[ConfigError]], ...] = (
     _refused_by_engine,
     _zero,
     check_fsdp,
+    check_tensor,
     _precision,
     _optimizer,
     _schedule,
@@ -317,8 +326,11 @@ _RULES: tuple[Callable[[RunConfig, Asked], Iterator[ConfigError]], ...] = (
     _native,
 )
 _MACHINE_RULES: tuple[Callable[[RunConfig, Asked, Machine], Iterator[ConfigError]], ...] = (
+    check_tensor_ranks,
     _fp16_device,
     _bf16_hook_device,
+)
+_DATA_RANK_RULES: tuple[Callable[[RunConfig, Asked, Machine], Iterator[ConfigError]], ...] = (
     _zero_plus_plus,
     check_fsdp_machine,
 )

@@ -297,7 +297,7 @@ class OptimizerConfig(Section):
     """The optimizer and gradient clipping."""
 
     name: Literal["adamw", "adam", "lion", "sgd", "adafactor"] = "adamw"
-    """Adafactor looks beyond one element of a tensor and so runs on the ddp engine only."""
+    """Adafactor looks beyond one element of a tensor and so runs on the ddp engine only, and with tp 1."""
     fused: bool | None = None
     """Update all tensors in one kernel (adamw, adam, sgd); None: where the optimizer and its device have one."""
     lr: Annotated[float, Field(gt=0.0, le=100.0)] = 2e-5

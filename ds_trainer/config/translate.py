@@ -12,7 +12,7 @@ from ds_trainer.config.accelerate.accelerate_notes import accelerate_notes
 from ds_trainer.config.accelerate.accelerate_snippet import accelerate_snippet
 from ds_trainer.config.accelerate.to_accelerate import to_accelerate_yaml
 from ds_trainer.config.backend import backend
-from ds_trainer.config.deepspeed.to_deepspeed import standalone_notes, to_deepspeed
+from ds_trainer.config.deepspeed.to_deepspeed import native_notes, standalone_notes, to_deepspeed
 from ds_trainer.config.hf.to_hf import hf_snippet, to_hf
 from ds_trainer.config.resolved import ResolvedConfig
 from ds_trainer.config.schema import RunConfig
@@ -71,7 +71,7 @@ def translate(resolved: ResolvedConfig, to: str, *, python: bool = False, standa
     """
     match to:
         case "deepspeed":
-            notes = standalone_notes(resolved.config) if standalone else ()
+            notes = (standalone_notes if standalone else native_notes)(resolved.config)
             return Translation(json.dumps(to_deepspeed(resolved, standalone), indent=2), notes)
         case "fsdp2":
             return Translation(fsdp2_snippet(resolved).rstrip("\n"))

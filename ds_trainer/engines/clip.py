@@ -8,8 +8,6 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from ds_trainer.mesh.mesh import Mesh
-
 NormType = Literal["l2", "inf"]
 
 
@@ -26,25 +24,27 @@ def global_norm(gradients: Sequence[torch.Tensor], norm_type: NormType = "l2") -
     return torch.linalg.vector_norm(torch.stack(norms), order) if norms else torch.zeros((), dtype=torch.float64)
 
 
-def norm_over_shards(norm: torch.Tensor, norm_type: NormType, mesh: Mesh, copies: int) -> torch.Tensor:
-    """The norm over all ranks' shards, on every rank; inf where any is not finite.
+def norm_over_group(norm: torch.Tensor, norm_type: NormType, group: dist.ProcessGroup, copies: int = 1) -> torch.Tensor:
+    """The norm over the parts that the ranks of a group hold, on each of them; inf where any is not finite.
 
     Args:
-        norm: The norm of this rank's shards.
+        norm: The norm of this rank's parts.
         norm_type: Which norm.
-        mesh: Process groups.
-        copies: On how many ranks each shard lies.
+        group: The ranks, over gloo.
+        copies: How many of them count each part.
 
-    Comm: one all-reduce of 8 bytes over `dp_host_group`.
+    Comm: one all-reduce of 8 bytes over `group`; none where it has one rank.
     """
+    if group.size() == 1:
+        return norm
     value = norm.double().cpu()
     if norm_type == "l2":
         total = value.square()
-        dist.all_reduce(total, group=mesh.dp_host_group)
+        dist.all_reduce(total, group=group)
         return (total / copies).sqrt()
     # A maximum would drop NaN.
     total = torch.where(value.isfinite(), value, torch.inf)
-    dist.all_reduce(total, dist.ReduceOp.MAX, group=mesh.dp_host_group)
+    dist.all_reduce(total, dist.ReduceOp.MAX, group=group)
     return total
 
 

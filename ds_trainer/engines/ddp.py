@@ -16,8 +16,16 @@ from torch.nn.parallel import DistributedDataParallel
 from ds_trainer.config.resolved import ResolvedConfig
 from ds_trainer.config.torch.to_torch import ddp_arguments
 from ds_trainer.engines.base import EngineFacts, OptimizerFactory, StepOutcome
+from ds_trainer.engines.clip import norm_over_group
 from ds_trainer.engines.dtypes import DTYPE_NAMES, TORCH_DTYPES
-from ds_trainer.engines.measure import content_hash, devices, grouped_parameters, state_tensors, storage_bytes
+from ds_trainer.engines.measure import (
+    content_hash,
+    devices,
+    grouped_parameters,
+    state_tensors,
+    storage_bytes,
+    tensor_ranks,
+)
 from ds_trainer.engines.state import MASTER, State, entry, live
 from ds_trainer.engines.step import clipped_step
 from ds_trainer.errors import EngineError, ModelError
@@ -64,7 +72,7 @@ class DDPEngine:
         )
 
     def load(self, model: nn.Module, weights: WeightSource, split: ModelSplit) -> None:
-        """Every rank holds the whole model in fp32."""
+        """Every rank holds the whole model, of a split one its tensor rank's part, in fp32."""
         self._model, self._split = model, split
         load_full(model, weights, self.mesh.device, torch.float32)
 
@@ -158,8 +166,19 @@ class DDPEngine:
         """Clips by the global norm and updates; a gradient that is not finite is dropped."""
         if not (self.config.ddp.find_unused_parameters or self.config.ddp.static_graph):
             self._require_all_used()
-        gradients = [p.grad for p in self._model.parameters() if p.grad is not None]
-        return clipped_step(self._optimizer, self._scaler, gradients, self.config.optimizer)
+        gradients = {name: p.grad for name, p in self._trained() if p.grad is not None}
+        counted = [part for name, grad in gradients.items() for part in self._split.counted(name, grad)]
+        return clipped_step(
+            self._optimizer,
+            self._scaler,
+            list(gradients.values()),
+            counted,
+            self.config.optimizer,
+            self._over_tensor_ranks,
+        )
+
+    def _over_tensor_ranks(self, norm: torch.Tensor) -> torch.Tensor:
+        return norm_over_group(norm, self.config.optimizer.norm_type, self.mesh.tp_host_group)
 
     def _require_all_used(self) -> None:
         """DDP reduces a bucket when all of its parameters have a gradient, so one without leaves others unreduced.
@@ -182,7 +201,7 @@ class DDPEngine:
         return self._optimizer.param_groups
 
     def parameter_layout(self) -> list[ParameterSlice]:
-        """Every rank owns everything that is trained."""
+        """Every rank owns all that it holds and is trained."""
         return [self._split.slice(name, tuple(p.shape), (0, p.numel())) for name, p in self._trained()]
 
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -231,7 +250,7 @@ class DDPEngine:
         return [(name, p) for name, p in self._model.named_parameters() if p.requires_grad]
 
     def parameter_hash(self) -> str:
-        """Every rank holds every parameter."""
+        """Every data rank holds every parameter of its tensor rank."""
         return content_hash(self._model.parameters())
 
     def facts(self) -> EngineFacts:
@@ -248,6 +267,7 @@ class DDPEngine:
             optimizer_bytes=storage_bytes(state_tensors(self._optimizer)),
             nvme_bytes=0,
             compute_dtype=DTYPE_NAMES[self._compute_dtype],
+            settings={"parallel.tp": tensor_ranks(self._split, self._model.named_parameters())},
         )
 
     def _group_size(self) -> int:

@@ -25,11 +25,20 @@ from ds_trainer.config.deepspeed.native_keys import ReadRecorder
 from ds_trainer.config.deepspeed.to_deepspeed import to_deepspeed
 from ds_trainer.config.resolved import ResolvedConfig
 from ds_trainer.engines.base import EngineFacts, OptimizerFactory, StepOutcome
-from ds_trainer.engines.clip import clip_by_norm, global_norm
+from ds_trainer.engines.clip import clip_by_norm, global_norm, norm_over_group
 from ds_trainer.engines.dtypes import DTYPE_NAMES, TORCH_DTYPES
-from ds_trainer.engines.measure import content_hash, devices, grouped_parameters, state_tensors, storage_bytes
+from ds_trainer.engines.measure import (
+    content_hash,
+    devices,
+    grouped_parameters,
+    state_tensors,
+    storage_bytes,
+    tensor_ranks,
+)
+from ds_trainer.engines.mpu import ModelParallelUnit, counts_in_norm
 from ds_trainer.engines.nvme_gradients import check_gradient_offsets
 from ds_trainer.engines.state import State
+from ds_trainer.engines.zero3_gather import gather_together
 from ds_trainer.engines.zero3_load import load_partitioned
 from ds_trainer.engines.zero_state import catch_up_cpu_adam, load_wide_masters, owned_slices, state_handles
 from ds_trainer.errors import EngineError
@@ -37,7 +46,6 @@ from ds_trainer.layout import ParameterSlice
 from ds_trainer.mesh.mesh import Mesh
 from ds_trainer.mesh.ops import disable_shm_comm
 from ds_trainer.mesh.swap import SwapFolder
-from ds_trainer.models.blocks import blocks
 from ds_trainer.models.source import WeightSource
 from ds_trainer.models.weights import load_full
 from ds_trainer.tensor_parallel.split import ModelSplit
@@ -94,15 +102,20 @@ class DeepSpeedEngine:
         self._swaps = list(folders.values())
 
     def load(self, model: nn.Module, weights: WeightSource, split: ModelSplit) -> None:
-        """Stages 0-2: whole tensors on every rank. Stage 3: each rank reads and keeps its own flat slices only."""
-        self._model, self._weights = model, weights
+        """Stages 0-2: whole tensors on every rank. Stage 3: each rank reads and keeps its own flat slices only.
+
+        Of a model that tensor parallelism has split, whole means all of this tensor rank's part.
+        """
+        self._model, self._weights, self._split = model, weights, split
         self._shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
         if self.stage == 3:
-            if self.config.model.compile or self.config.model.gradient_checkpointing == "selective":
-                _gather_by_blocks(model)
+            gather_together(model, self.config.model)
             load_partitioned(model, weights, self.native, self._param_dtype, self.mesh)
         else:
             load_full(model, weights, self.mesh.device, self._param_dtype)
+        if not self._clips_itself:
+            for name, parameter in self._named():
+                parameter.model_parallel = counts_in_norm(name, split)
 
     def wrap(self, make_optimizer: OptimizerFactory) -> None:
         """Builds the optimizer and DeepSpeed's engine around it.
@@ -124,12 +137,16 @@ class DeepSpeedEngine:
         if getattr(self.module.optimizer, "swap_optimizer", False):
             check_gradient_offsets(self.module.optimizer)
         if self.stage > 0 and self._param_dtype != torch.float32:
-            load_wide_masters(self.module, trainable, self.stage, self._weights)
+            load_wide_masters(self.module, trainable, self._owned(), self._weights)
         del self._weights
 
     def _initialize(self, optimizer: torch.optim.Optimizer, config: ReadRecorder) -> deepspeed.DeepSpeedEngine:
         engine, *_ = deepspeed.initialize(
-            model=self._model, optimizer=optimizer, config=config, dist_init_required=False
+            model=self._model,
+            optimizer=optimizer,
+            config=config,
+            mpu=ModelParallelUnit(self.mesh) if self.mesh.grid.tp_size > 1 else None,
+            dist_init_required=False,
         )
         return engine
 
@@ -162,12 +179,13 @@ class DeepSpeedEngine:
     def finish(self) -> StepOutcome:
         """One DeepSpeed step; ZeRO itself drops a gradient that is not finite, at stage 0 it is done here."""
         if self._clips_itself:
-            gradients = [p.grad for p in self._model.parameters() if p.grad is not None]
-            norm = global_norm(gradients).item()
+            gradients = {name: p.grad for name, p in self._named() if p.grad is not None}
+            counted = [part for name, grad in gradients.items() for part in self._split.counted(name, grad)]
+            norm = norm_over_group(global_norm(counted), "l2", self.mesh.tp_host_group).item()
             if not isfinite(norm):
                 self.module.zero_grad()
                 return StepOutcome(float("inf"), skipped=True)
-            clip_by_norm(gradients, self.config.optimizer.max_grad_norm, norm)
+            clip_by_norm(list(gradients.values()), self.config.optimizer.max_grad_norm, norm)
             self.module.step()
             return StepOutcome(norm, skipped=False)
         self.module.step()
@@ -186,7 +204,10 @@ class DeepSpeedEngine:
 
     def parameter_layout(self) -> list[ParameterSlice]:
         """Flat ranges: a cut of every tensor at stage 3, of each group's concatenation at stages 1 and 2."""
-        return list(owned_slices(self._model, self._shapes, self.stage).values())
+        return list(self._owned().values())
+
+    def _owned(self) -> dict[str, ParameterSlice]:
+        return owned_slices(self._model, self._shapes, self.stage, self._split)
 
     def _named(self) -> Iterator[tuple[str, Any]]:
         """Parameters with the attributes that DeepSpeed hangs on them."""
@@ -195,8 +216,12 @@ class DeepSpeedEngine:
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """fp32 masters, gathered one at a time.
 
-        Comm: one all-gather (stage 3) or all-reduce (stages 1, 2) of each tensor over the data ranks.
+        Comm: one all-gather (stage 3) or all-reduce (stages 1, 2) of each tensor over the data ranks, one all-gather
+            more over the tensor ranks if it is cut.
         """
+        return self._split.merged(self._local_parameters())
+
+    def _local_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, parameter in self._named():
             whole = deepspeed.utils.safe_get_full_fp32_param(parameter) if parameter.requires_grad else None
             if whole is None:
@@ -209,6 +234,9 @@ class DeepSpeedEngine:
 
         Comm: as `full_parameters`.
         """
+        return self._split.merged(self._local_gradients())
+
+    def _local_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
         scale = getattr(self.module.optimizer, "loss_scale", 1.0)
         for name, parameter in self._named():
             if not parameter.requires_grad:
@@ -236,7 +264,7 @@ class DeepSpeedEngine:
             # DeepSpeed looks states up once, after its first group's first step, when its other groups have none yet.
             self.module.optimizer._hp_optimizer_states_linked = False
             self.module.optimizer._lazy_init_hp_params_optimizer_state()
-        owned = owned_slices(self._model, self._shapes, self.stage)
+        owned = self._owned()
         return {
             name: state_handles(self.module, parameter, owned[name].numel)
             for name, parameter in self._named()
@@ -266,7 +294,7 @@ class DeepSpeedEngine:
         """Nothing belongs to one rank alone."""
 
     def parameter_hash(self) -> str | None:
-        """Below stage 3 every rank holds every parameter."""
+        """Below stage 3 every data rank holds every parameter of its tensor rank."""
         return None if self.stage == 3 else content_hash(self._model.parameters())
 
     def facts(self) -> EngineFacts:
@@ -295,6 +323,7 @@ class DeepSpeedEngine:
             else storage_bytes(states),
             nvme_bytes=nvme_bytes,
             compute_dtype=DTYPE_NAMES[autocast or parameters[0].dtype],
+            settings={"parallel.tp": min(self.module.mp_world_size, tensor_ranks(self._split, self._named()))},
         )
 
     def _masters(self) -> list[torch.Tensor]:
@@ -313,17 +342,10 @@ class DeepSpeedEngine:
         """Removes DeepSpeed's hooks and this rank's swap files."""
         if isinstance(getattr(self, "module", None), deepspeed.DeepSpeedEngine):
             self.module.destroy()
+            # It is kept for the process, and the next engine may have other groups.
+            deepspeed.utils.groups.mpu = None
         for swap in self._swaps:
             swap.close()
-
-
-def _gather_by_blocks(model: nn.Module) -> None:
-    """Lets ZeRO-3 gather a block's parameters together and before it runs, not one linear layer after the other.
-
-    What compiles a block's operators, or runs them a second time, then meets none of ZeRO's collectives among them.
-    """
-    if classes := list({type(block) for block in blocks(model)}):
-        deepspeed.utils.set_z3_leaf_modules(model, classes)
 
 
 @contextmanager

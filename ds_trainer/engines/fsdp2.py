@@ -1,4 +1,7 @@
-"""PyTorch FSDP2: fp32 masters, gradients and optimizer states cut by rows over the ranks."""
+"""PyTorch FSDP2: fp32 masters, gradients and optimizer states cut by rows over the data ranks.
+
+Of a model that tensor parallelism has split, each tensor rank's part is cut by itself.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +17,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from ds_trainer.config.resolved import ResolvedConfig
 from ds_trainer.config.torch.to_torch import FSDP2Arguments, fsdp2_arguments
 from ds_trainer.engines.base import EngineFacts, OptimizerFactory, StepOutcome
-from ds_trainer.engines.clip import norm_over_shards
+from ds_trainer.engines.clip import norm_over_group
 from ds_trainer.engines.dtypes import DTYPE_NAMES, TORCH_DTYPES
-from ds_trainer.engines.fsdp2_load import load_sharded, shard_range
+from ds_trainer.engines.fsdp2_load import first_row, load_sharded, shard_range
 from ds_trainer.engines.fsdp2_wrap import ends, groups
 from ds_trainer.engines.measure import (
     content_hash,
@@ -25,6 +28,7 @@ from ds_trainer.engines.measure import (
     local_part,
     state_tensors,
     storage_bytes,
+    tensor_ranks,
 )
 from ds_trainer.engines.state import MASTER, State, entry, live
 from ds_trainer.engines.step import clipped_step
@@ -60,6 +64,7 @@ class FSDP2Engine:
 
     def load(self, model: nn.Module, weights: WeightSource, split: ModelSplit) -> None:
         """Cuts the model; each rank reads and keeps its own rows only."""
+        self._split = split
         fill_buffers(model, weights, self.mesh.device)
         if self._arguments.buffer_dtype is not None:
             _cast_buffers(model, TORCH_DTYPES[self._arguments.buffer_dtype])
@@ -119,12 +124,17 @@ class FSDP2Engine:
 
     def finish(self) -> StepOutcome:
         """Clips by the norm over all shards and updates; a gradient that is not finite is dropped."""
-        gradients = [local_part(p.grad) for _, p in self._trained() if p.grad is not None]
-        return clipped_step(self._optimizer, self._scaler, gradients, self.config.optimizer, self._over_ranks)
+        gradients: list[torch.Tensor] = []
+        counted: list[torch.Tensor] = []
+        for name, parameter in self._trained():
+            if parameter.grad is not None:
+                gradients.append(local_part(parameter.grad))
+                counted += self._split.counted(name, gradients[-1], first_row(parameter))
+        return clipped_step(self._optimizer, self._scaler, gradients, counted, self.config.optimizer, self._over_ranks)
 
     def _over_ranks(self, norm: torch.Tensor) -> torch.Tensor:
         copies = self.config.parallel.dp_replicate
-        return norm_over_shards(norm, self.config.optimizer.norm_type, self.mesh, copies)
+        return norm_over_group(norm, self.config.optimizer.norm_type, self.mesh.host_group, copies)
 
     def param_groups(self) -> list[dict[str, Any]]:
         """The optimizer's groups."""
@@ -133,7 +143,7 @@ class FSDP2Engine:
     def parameter_layout(self) -> list[ParameterSlice]:
         """The rows of each parameter that this rank owns; none where there are fewer rows than ranks."""
         return [
-            ParameterSlice.flat_range(name, tuple(p.shape), *shard_range(p))
+            self._split.slice(name, tuple(p.shape), shard_range(p))
             for name, p in self._trained()
             if local_part(p).numel()
         ]
@@ -141,21 +151,19 @@ class FSDP2Engine:
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """fp32 masters, gathered one at a time.
 
-        Comm: one all-gather of each tensor over the ranks of a copy.
+        Comm: one all-gather of each tensor over the data ranks of a copy, one more over the tensor ranks if it is cut.
         """
-        for name, parameter in self._parameters.items():
-            yield name, self._whole(parameter)
+        return self._split.merged((name, self._gathered(p)) for name, p in self._parameters.items())
 
     def full_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Reduced gradients, gathered one at a time and freed of the loss scale.
 
         Comm: as `full_parameters`.
         """
-        for name, parameter in self._parameters.items():
-            if parameter.grad is not None:
-                yield name, self._whole(parameter.grad) / self._scaler.get_scale()
+        scale, reduced = self._scaler.get_scale(), ((name, p.grad) for name, p in self._parameters.items())
+        return self._split.merged((n, self._gathered(grad) / scale) for n, grad in reduced if grad is not None)
 
-    def _whole(self, sharded: Any) -> torch.Tensor:
+    def _gathered(self, sharded: Any) -> torch.Tensor:
         # Offloaded shards are gathered by the device's backend, too.
         return sharded.detach().to(self.mesh.device).full_tensor().cpu()
 
@@ -215,7 +223,7 @@ class FSDP2Engine:
             optimizer_bytes=storage_bytes(state_tensors(self._optimizer)),
             nvme_bytes=0,
             compute_dtype=settings["precision.dtype"],
-            settings=settings,
+            settings=settings | {"parallel.tp": tensor_ranks(self._split, self._parameters.items())},
         )
 
     def _typical_group(self) -> FSDPModule:

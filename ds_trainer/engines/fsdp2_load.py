@@ -76,6 +76,16 @@ def _own_rows(name: str, sharded: DTensor, weights: WeightSource, device: torch.
 
 def shard_range(sharded: DTensor) -> tuple[int, int]:
     """Start and stop of this rank's rows in the row-major flattened parameter."""
-    mesh, row = sharded.device_mesh, prod(sharded.shape[1:])
-    first, last = even_flat_range(sharded.shape[0], mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1))
+    row = prod(sharded.shape[1:])
+    first, last = _rows(sharded)
     return first * row, last * row
+
+
+def first_row(sharded: DTensor) -> int:
+    """Number of this rank's first row in the parameter."""
+    return _rows(sharded)[0]
+
+
+def _rows(sharded: DTensor) -> tuple[int, int]:
+    mesh = sharded.device_mesh
+    return even_flat_range(sharded.shape[0], mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1))

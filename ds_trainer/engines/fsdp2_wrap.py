@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 
 from torch import nn
 from transformers import PreTrainedModel
 
 from ds_trainer.config.schema import FSDPConfig
 from ds_trainer.errors import ConfigError
+from ds_trainer.tensor_parallel.linear import ColumnParallelLinear
 
 _LARGE = 10**8
 _GROUPS = 8
@@ -20,7 +21,8 @@ def groups(model: nn.Module, config: FSDPConfig) -> list[nn.Module]:
     """The modules that are gathered by themselves, outer before inner ones; the model gathers what is left.
 
     A module that shares a parameter with one outside of it is none of them: the innermost one that holds every user of
-    the parameter gathers it, so that no parameter is in two groups.
+    the parameter gathers it, so that no parameter is in two groups. The same holds for column layers that read one
+    tensor, since the first of them computes the outputs of all.
 
     Args:
         model: The model, its parameters not yet cut.
@@ -47,13 +49,18 @@ def groups(model: nn.Module, config: FSDPConfig) -> list[nn.Module]:
 
 
 def _closed_in(model: nn.Module) -> Callable[[nn.Module], bool]:
-    """Whether a module holds every use of each of its parameters; shared modules count as often as they occur."""
+    """Whether a module holds every use of what it uses; shared modules count as often as they occur."""
     uses = Counter(_uses(model))
     return lambda module: all(uses[use] == count for use, count in Counter(_uses(module)).items())
 
 
-def _uses(module: nn.Module) -> Iterable[int]:
-    return (id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False))
+def _uses(module: nn.Module) -> Iterator[int]:
+    """Identities of the parameters and column groups that a module has part in."""
+    for _, parameter in module.named_parameters(remove_duplicate=False):
+        yield id(parameter)
+    for _, part in module.named_modules(remove_duplicate=False):
+        if isinstance(part, ColumnParallelLinear):
+            yield id(part.column_group)
 
 
 def ends(model: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:

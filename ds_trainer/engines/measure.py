@@ -1,4 +1,4 @@
-"""Measures live tensors: bytes of unique storages, the device they lie on."""
+"""Measures live tensors: bytes of unique storages, the device they lie on, over how many ranks they are cut."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Iterable
 
 import torch
 from torch.distributed.tensor import DTensor
+
+from ds_trainer.tensor_parallel.split import ModelSplit
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
@@ -38,6 +40,18 @@ def grouped_parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 def devices(tensors: Iterable[torch.Tensor]) -> str:
     """The devices on which the tensors with content lie, joined by commas."""
     return ", ".join(sorted({str(t.device) for t in tensors if t.numel()}))
+
+
+def tensor_ranks(split: ModelSplit, parameters: Iterable[tuple[str, torch.Tensor]]) -> int:
+    """Ranks over which tensor parallelism has cut the model, by the shapes that its parameters have; 1: it has not.
+
+    Args:
+        split: How it was to be cut.
+        parameters: What an engine holds; of one that the engine has cut in turn, its shape before that is asked for.
+    """
+    shapes = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in parameters}
+    held = {len(cut.ranges) if shapes[name] == cut.local_shape else 1 for name, cut in split.cuts.items()}
+    return min(held, default=1)
 
 
 def content_hash(tensors: Iterable[torch.Tensor]) -> str:

@@ -13,6 +13,7 @@ import deepspeed
 import torch
 from torch import nn
 
+from ds_trainer.engines.mpu import ModelParallelUnit
 from ds_trainer.layout import even_flat_range
 from ds_trainer.mesh.mesh import Mesh
 from ds_trainer.models.source import WeightSource
@@ -39,11 +40,11 @@ def load_partitioned(
         dtype: Format of the partitions.
         mesh: Process groups and device.
 
-    Shapes: each parameter of n elements becomes a flat shard of ceil(n / ranks) elements per rank.
+    Shapes: each parameter of n elements becomes a flat shard of ceil(n / data ranks) elements per rank.
     """
     fill_buffers(model, weights, mesh.device)
     # Its format follows from the JSON: DeepSpeed 0.19 on CPU takes an explicit `dtype` of fp32 for bf16.
-    partitioner = _OwnSlices(config_dict_or_path=native)
+    partitioner = _OwnSlices(config_dict_or_path=native, data_parallel_group=mesh.dp_group, mpu=ModelParallelUnit(mesh))
     # ZeRO++ keeps a second copy per node, cut from the whole tensor.
     whole = native["zero_optimization"].get("zero_hpz_partition_size", 1) > 1
     # Nothing but shards is made in the loop: tensors made and freed between them leave holes in glibc's heap that no

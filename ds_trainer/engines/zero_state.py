@@ -13,17 +13,21 @@ from ds_trainer.engines.state import MASTER, StateTensor, entry, live
 from ds_trainer.engines.zero3_load import partition_bounds
 from ds_trainer.layout import ParameterSlice
 from ds_trainer.models.source import WeightSource
+from ds_trainer.tensor_parallel.split import ModelSplit
 
 
-def owned_slices(model: nn.Module, shapes: Mapping[str, tuple[int, ...]], stage: int) -> dict[str, ParameterSlice]:
+def owned_slices(
+    model: nn.Module, shapes: Mapping[str, tuple[int, ...]], stage: int, split: ModelSplit
+) -> dict[str, ParameterSlice]:
     """This rank's slice of each parameter that is trained; none where it owns nothing of it.
 
     Stage 3 cuts every tensor into flat shards, stages 1 and 2 cut the concatenation of each parameter group.
 
     Args:
         model: The model that DeepSpeed has wrapped.
-        shapes: Full shapes by name.
+        shapes: Shapes before DeepSpeed's cut by name.
         stage: ZeRO stage.
+        split: Which part of the full parameters they are.
     """
     owned = {}
     for name, parameter in model.named_parameters():
@@ -39,7 +43,7 @@ def owned_slices(model: nn.Module, shapes: Mapping[str, tuple[int, ...]], stage:
         else:
             start, stop = 0, parameter.numel()
         if stop > start:
-            owned[name] = ParameterSlice.flat_range(name, shapes[name], start, stop)
+            owned[name] = split.slice(name, shapes[name], (start, stop))
     return owned
 
 
@@ -122,7 +126,10 @@ def catch_up_cpu_adam(optimizer: Any) -> None:
 
 
 def load_wide_masters(
-    engine: deepspeed.DeepSpeedEngine, named: list[tuple[str, Any]], stage: int, weights: WeightSource
+    engine: deepspeed.DeepSpeedEngine,
+    named: list[tuple[str, Any]],
+    slices: Mapping[str, ParameterSlice],
+    weights: WeightSource,
 ) -> None:
     """Gives fp32 masters the checkpoint's own precision where it is wider than the format of the parameters.
 
@@ -131,16 +138,14 @@ def load_wide_masters(
     Args:
         engine: DeepSpeed's engine.
         named: Trainable parameters under their model names.
-        stage: ZeRO stage, 1 to 3.
+        slices: What this rank owns of them.
         weights: Where the values are read from.
     """
-    shapes = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in named}
-    slices = owned_slices(engine.module, shapes, stage)
     for name, parameter in named:
         if name not in slices or weights.stored_dtype(name).itemsize <= parameter.dtype.itemsize:
             continue
         value = weights.read(name, torch.float32, slices[name].flat)
-        if stage == 3:
+        if hasattr(parameter, "ds_id"):
             _write_partition(engine.optimizer, parameter, None, value)
         else:
             parameter._hp_mapping.get_hp_fragment().data.copy_(value)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ds_trainer.data import tensor_group
 from ds_trainer.engines.base import Engine
 from ds_trainer.loss import Batch, LossFunction
 from ds_trainer.mesh.agree import agreed
@@ -49,8 +50,9 @@ def run_accumulate(
         mesh: Process groups.
         place: The step's name in an agreement, such as "step 4".
 
-    Comm: over the data ranks, an agreement that all have their batches, which sums the tokens too, before the first
-        forward, and one all-reduce of the loss after the last backward; and the gradients, as the engine reduces them.
+    Comm: an agreement of all ranks that they have their batches, which sums the tokens too, before the first forward,
+        and one all-reduce of the loss over the data ranks after the last backward; and the gradients, as the engine
+        reduces them.
 
     Raises:
         UserError: A rank's samples are wrong; on every rank, in its words.
@@ -58,8 +60,11 @@ def run_accumulate(
     with agreed(mesh, place) as agreement:
         batches = list(microbatches)
         # Counted on the host: a GPU would have to be waited for.
-        agreement.values = sum(loss.num_tokens(batch) for batch in batches), sum(map(seen_tokens, batches))
-    total, seen = map(int, agreement.sums)
+        counts = sum(loss.num_tokens(batch) for batch in batches), sum(map(seen_tokens, batches))
+        own = tensor_group.digest(batches, mesh.grid)
+        agreement.values = *counts, tensor_group.difference(own, mesh.grid)
+    total, seen = map(int, agreement.sums[:2])
+    tensor_group.require_same(agreement.sums[2], own, mesh, place)
     if total == 0:
         return StepLoss(0.0, 0, seen, ())
     local_sum = torch.zeros((), dtype=torch.float64, device=mesh.device)

@@ -10,7 +10,9 @@ from ds_trainer.mesh.mesh import Mesh
 
 
 def device_mesh(mesh: Mesh, axes: Mapping[str, int]) -> DeviceMesh:
-    """Lays the data ranks out along named axes; neighbouring ranks differ in the last one.
+    """Lays the data ranks out along named axes; neighbouring data ranks differ in the last one.
+
+    The tensor ranks are a further axis, `tp`, of the mesh that this one is cut from, and the innermost.
 
     Args:
         mesh: Process groups and device.
@@ -21,4 +23,7 @@ def device_mesh(mesh: Mesh, axes: Mapping[str, int]) -> DeviceMesh:
 
     Comm: with more than one axis, the making of a process group for each row and column.
     """
-    return init_device_mesh(mesh.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+    if mesh.grid.tp_size == 1:
+        return init_device_mesh(mesh.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+    sizes = (*axes.values(), mesh.grid.tp_size)
+    return init_device_mesh(mesh.device.type, sizes, mesh_dim_names=(*axes, "tp"))[tuple(axes)]

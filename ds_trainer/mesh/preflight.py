@@ -21,9 +21,7 @@ _BESIDE_WEIGHTS = 40e6
 """Bytes left for what an export and a run write beside weights: a large tokenizer takes 33 MB."""
 
 
-def check_machine(
-    resolved: ResolvedConfig, num_parameters: int | None, grid: Grid, largest_parameter: int | None = None
-) -> None:
+def check_machine(resolved: ResolvedConfig, num_parameters: int | None, grid: Grid) -> None:
     """Checks NVMe paths, host memory and the output folder.
 
     Every rank calls it. What ranks of a node share is checked by the first of them: a second one would count what the
@@ -31,28 +29,27 @@ def check_machine(
 
     Args:
         resolved: The run's config.
-        num_parameters: Elements of the model, a tied parameter counted once; None: not known, no size is checked.
+        num_parameters: Elements of the whole model, a tied parameter counted once, for which the export needs room;
+            None: not known. What a rank keeps goes by the run's own size.
         grid: This rank's place.
-        largest_parameter: Elements of its largest parameter; None: not known.
 
     Raises:
         MachineError: The run cannot work on this machine.
     """
-    num_parameters = num_parameters or 0
     if grid.local_rank == 0:
-        check_nvme(resolved, num_parameters, grid.local_world)
-        check_host_memory(resolved, num_parameters, grid.local_world, largest_parameter or 0)
+        check_nvme(resolved, grid.local_world)
+        check_host_memory(resolved, grid.local_world)
     if grid.rank == 0:
-        check_output_dir(resolved, num_parameters)
+        check_output_dir(resolved, num_parameters or 0)
 
 
-def check_nvme(resolved: ResolvedConfig, num_parameters: int, local_ranks: int) -> None:
+def check_nvme(resolved: ResolvedConfig, local_ranks: int) -> None:
     """Checks that each nvme_path is a folder on which DeepSpeed can write, with room for the swap files of this node.
 
     Raises:
         MachineError: A path is missing, not writable, without direct I/O, or too small.
     """
-    row = row_of(resolved)
+    row, num_parameters = row_of(resolved), resolved.size.num_parameters or 0
     by_drive: dict[int, list[tuple[str, Path, float]]] = defaultdict(list)
     for key in ("offload_optimizer", "offload_param"):
         section = getattr(resolved.config.zero, key)
@@ -111,9 +108,7 @@ def has_direct_io(folder: Path) -> bool:
         os.unlink(name)
 
 
-def check_host_memory(
-    resolved: ResolvedConfig, num_parameters: int, local_ranks: int, largest_parameter: int = 0
-) -> None:
+def check_host_memory(resolved: ResolvedConfig, local_ranks: int) -> None:
     """Checks that parameters, gradients, optimizer state and buffers of this node's ranks fit into host memory.
 
     Activations, which depend on the data, come on top and are not counted.
@@ -121,7 +116,7 @@ def check_host_memory(
     Raises:
         MachineError: They do not fit.
     """
-    parts = host_parts(resolved, num_parameters, largest_parameter)
+    parts = host_parts(resolved)
     needed = sum(part.size for part in parts) * local_ranks
     free, bound = available_bytes()
     if needed <= free:
@@ -135,12 +130,12 @@ def check_host_memory(
     )
 
 
-def host_parts(resolved: ResolvedConfig, num_parameters: int, largest_parameter: int = 0) -> list[Part]:
+def host_parts(resolved: ResolvedConfig) -> list[Part]:
     """What one rank keeps in host memory at its peak; `size` is in bytes."""
-    row = row_of(resolved)
+    row, num_parameters = row_of(resolved), resolved.size.num_parameters or 0
     kept = [Part(part.name, part.size * num_parameters, part.place) for part in row.parts]
     kept += [Part("gradients not yet reduced", row.transient * num_parameters)]
-    kept += buffers(resolved.config, num_parameters, resolved.data_ranks, largest_parameter)
+    kept += buffers(resolved)
     wanted = {"device", "host"} if resolved.machine.device == "cpu" else {"host"}
     return [part for part in kept if part.place in wanted]
 

@@ -23,8 +23,12 @@ _SHOWN = 8
 def frame_of(thread_id: int) -> FrameType:
     """The innermost frame of a thread, or of the main thread once that one has ended."""
     frames = sys._current_frames()
-    # At the interpreter's end none of them has one; then this very frame does.
-    return frames.get(thread_id) or frames.get(threading.main_thread().ident or 0) or sys._getframe()
+    try:
+        # At the interpreter's end none of them has one; then this very frame does.
+        return frames.get(thread_id) or frames.get(threading.main_thread().ident or 0) or sys._getframe()
+    finally:
+        # This call's own frame is among them and holds them: a circle, and every thread's tensors with it.
+        frames.clear()
 
 
 def waits_for_ranks(frame: FrameType) -> bool:

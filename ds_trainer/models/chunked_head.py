@@ -25,10 +25,10 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from ds_trainer.errors import ModelError
-from ds_trainer.loss import IGNORE_INDEX, cross_entropy_sum
+from ds_trainer.loss import IGNORE_INDEX, CrossEntropy
 
 
-def chunk_head(model: PreTrainedModel, chunk_tokens: int, label_smoothing: float) -> None:
+def chunk_head(model: PreTrainedModel, chunk_tokens: int, cross_entropy: CrossEntropy) -> None:
     """Lets the model's forward take `shifted_labels`; it then returns `loss_sum` alone, computed chunk by chunk.
 
     Without `shifted_labels` the forward is the class's own. To be called before an engine wraps the model.
@@ -36,7 +36,7 @@ def chunk_head(model: PreTrainedModel, chunk_tokens: int, label_smoothing: float
     Args:
         model: A causal language model, on meta or not.
         chunk_tokens: Positions whose logits exist at a time.
-        label_smoothing: Weight of the uniform distribution in the target.
+        cross_entropy: Sums the losses of a chunk.
 
     Raises:
         ModelError: The model is not a body, which makes hidden states, and a matrix above it.
@@ -50,7 +50,7 @@ def chunk_head(model: PreTrainedModel, chunk_tokens: int, label_smoothing: float
         outputs = _body_outputs(self, parts, *args, **inputs)
         labelled = shifted_labels != IGNORE_INDEX
         hidden_NH, labels_N = outputs.last_hidden_state[labelled], shifted_labels[labelled]
-        return {"loss_sum": _loss_sum(self, parts, type(outputs), hidden_NH, labels_N, chunk_tokens, label_smoothing)}
+        return {"loss_sum": _loss_sum(self, parts, type(outputs), hidden_NH, labels_N, chunk_tokens, cross_entropy)}
 
     model.forward = MethodType(forward, model)  # Bound, so that a deep copy of the model runs its own.
 
@@ -113,7 +113,7 @@ def _loss_sum(
     hidden_NH: torch.Tensor,
     labels_N: torch.Tensor,
     chunk_tokens: int,
-    label_smoothing: float,
+    cross_entropy: CrossEntropy,
 ) -> torch.Tensor:
     head = model.get_submodule(parts.head)
     logits_of = head.forward
@@ -121,9 +121,10 @@ def _loss_sum(
     def chunk_loss(hidden_CH: torch.Tensor, labels_C: torch.Tensor) -> torch.Tensor:
         hidden_1CH = hidden_CH.unsqueeze(0)
         outputs = outputs_type(last_hidden_state=hidden_1CH)
-        with parts.replaced(model, lambda *_, **__: outputs, logits_of):
+        # Entered here, since this runs again in the backward pass.
+        with cross_entropy.logits_of(head), parts.replaced(model, lambda *_, **__: outputs, logits_of):
             logits_1CV = type(model).forward(model, inputs_embeds=hidden_1CH).logits
-        return cross_entropy_sum(logits_1CV, labels_C, label_smoothing)
+        return cross_entropy.sum(logits_1CV, labels_C)
 
     def all_chunks(hidden_NH: torch.Tensor) -> torch.Tensor:
         # Without any label there is one empty chunk: every rank has to run a backward pass.

@@ -6,11 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import CONFIG_MAPPING
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.core_model_loading import WeightConverter
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from ds_trainer.models.own_plans import OWN_PLANS
+from ds_trainer.models.scaled_down import causal_lm, scaled_down
 from ds_trainer.models.spec import CONFIG_KEYS
 
 TARGET = Path(__file__).with_name("families.json")
@@ -31,7 +34,25 @@ def _family(model_type: str, class_name: str | tuple[str, ...]) -> dict[str, Any
         "aliases": {k: v for k, v in config_class.attribute_map.items() if k in CONFIG_KEYS},
         "tied": bool(getattr(config_class, "tie_word_embeddings", False)),
         "conversion": min(kinds, default=None),
+        "tp_plan": _tp_plan(model_type) | OWN_PLANS.get(model_type, {}),
     }
+
+
+def _tp_plan(model_type: str) -> dict[str, str]:
+    """The plan that an instance of the type's class has, which puts names of inner models and of the head together."""
+    cls, config_class = causal_lm(model_type)
+    parts = (config_class, *config_class.sub_configs.values())
+    if not any(getattr(part, "base_model_tp_plan", None) for part in parts):
+        return {}
+    plan: dict[str, str] = {}
+    for config in scaled_down(config_class):
+        try:
+            with torch.device("meta"):
+                plan |= cls(config).tp_plan
+        except ImportError:  # Some towers of vision are of libraries that need not be installed.
+            return {}
+    # A model that cannot tell its body from itself has the body's names twice, once without their prefix.
+    return {name: style for name, style in plan.items() if not any(other.endswith(f".{name}") for other in plan)}
 
 
 if __name__ == "__main__":

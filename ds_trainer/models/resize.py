@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ds_trainer.config.schema import ModelConfig
 from ds_trainer.errors import ModelError
+from ds_trainer.layout import Box
 from ds_trainer.log import get_logger
 from ds_trainer.models.source import WeightSource
 
@@ -40,11 +41,26 @@ class GrownEmbeddings(WeightSource):
         kept = self._weights.view(name, (min(start, old_stop), min(stop, old_stop)))
         if stop <= old_stop:
             return kept
-        if name not in self._means:
-            self._means[name] = self._weights.read(name, torch.float32).mean(0)
-        tail = self._means[name].expand(new[0] - old[0], *new[1:]).reshape(-1)
+        tail = self._mean(name).expand(new[0] - old[0], *new[1:]).reshape(-1)
         value = torch.cat([kept.float(), tail[max(start - old_stop, 0) : stop - old_stop]])
         return value.view(new) if flat is None else value
+
+    def box(self, name: str, box: Box) -> torch.Tensor:
+        """As in `ds_trainer.models.source.WeightSource`; old rows are read as far as the box holds them."""
+        if name not in self._grown:
+            return self._weights.box(name, box)
+        rows, (first, count) = self._grown[name][0][0], (box.offsets[0], box.sizes[0])
+        num_old = min(max(rows - first, 0), count)
+        old = self._weights.box(name, box.along(0, min(first, rows), num_old))
+        if num_old == count:
+            return old
+        new = self._mean(name)[box.index[1:]].expand(count - num_old, *box.sizes[1:])
+        return torch.cat([old.float(), new])
+
+    def _mean(self, name: str) -> torch.Tensor:
+        if name not in self._means:
+            self._means[name] = self._weights.read(name, torch.float32).mean(0)
+        return self._means[name]
 
     def stored_dtype(self, name: str) -> torch.dtype:
         """As in `ds_trainer.models.source.WeightSource`."""

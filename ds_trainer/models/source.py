@@ -8,6 +8,8 @@ from itertools import chain
 import torch
 from torch import nn
 
+from ds_trainer.layout import Box
+
 
 class WeightSource(ABC):
     """Reads values under the model's own parameter names."""
@@ -25,6 +27,15 @@ class WeightSource(ABC):
         Returns:
             Tensor of the full shape, or one-dimensional with `stop - start` elements.
         """
+
+    def box(self, name: str, box: Box) -> torch.Tensor:
+        """A rectangular part of `view`, to be copied from at once; a source that can reads nothing else for it.
+
+        Args:
+            name: As in `view`.
+            box: Which part of the full tensor.
+        """
+        return self.view(name)[box.index]
 
     def read(self, name: str, dtype: torch.dtype, flat: tuple[int, int] | None = None) -> torch.Tensor:
         """A copy of `view` on the host.

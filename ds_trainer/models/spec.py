@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
@@ -14,7 +15,15 @@ from typing import Any
 
 from ds_trainer.errors import ModelError
 
-CONFIG_KEYS = ("hidden_size", "vocab_size", "max_position_embeddings")
+CONFIG_KEYS = (
+    "hidden_size",
+    "vocab_size",
+    "max_position_embeddings",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "num_local_experts",
+)
+"""Keys of config.json that are read here, by the names that most model types have for them."""
 
 
 @dataclass(frozen=True)
@@ -24,13 +33,15 @@ class Family:
     Args:
         aliases: Our attribute name -> the name that this type's config.json uses.
         tied: Whether the head shares the embedding when config.json does not say.
-        conversion: What loading does to checkpoint tensors: None, `rename`, or `merge` (merge, split or transpose: such
-            tensors can only be read whole).
+        conversion: What loading does to checkpoint tensors: None, `rename`, or `merge` (merge, split or transpose).
+        tp_plan: Module name of the class for causal language models, every number as `*` -> tensor-parallel style;
+            empty where there is no plan.
     """
 
     aliases: dict[str, str]
     tied: bool
     conversion: str | None
+    tp_plan: dict[str, str]
 
 
 @cache
@@ -70,6 +81,7 @@ class ModelSpec:
         pickled: Whether the only weights are `pytorch_model*.bin`.
         family: What the shipped table says of this model type; None for a type it does not know, which is then only
             checked when the model is loaded.
+        config: The language model's part of config.json, with `CONFIG_KEYS` under those names.
     """
 
     folder: str
@@ -81,11 +93,12 @@ class ModelSpec:
     tensors: dict[str, TensorInfo] = field(default_factory=dict)
     pickled: bool = False
     family: Family | None = None
+    config: dict[str, Any] = field(default_factory=dict)
 
     @property
     def num_parameters(self) -> int:
         """Elements of all tensors, a tied one once; 0 when the weights are pickled."""
-        return sum(prod(t.shape) for t in self._distinct().values())
+        return sum(prod(tensor.shape) for tensor in self.distinct().values())
 
     @property
     def largest_parameter(self) -> int:
@@ -93,14 +106,18 @@ class ModelSpec:
 
         An upper bound where transformers merges the experts of a layer into one tensor on load.
         """
-        sizes: dict[str, int] = {}
-        merges = self.family is not None and self.family.conversion == "merge"
-        for name, tensor in self._distinct().items():
-            key = re.sub(r"\.experts\.\d+\..*", ".experts", name) if merges else name
-            sizes[key] = sizes.get(key, 0) + prod(tensor.shape)
-        return max(sizes.values(), default=0)
+        return self.largest({name: prod(tensor.shape) for name, tensor in self.distinct().items()})
 
-    def _distinct(self) -> dict[str, TensorInfo]:
+    def largest(self, sizes: Mapping[str, int]) -> int:
+        """Elements of the largest parameter, by the elements of each tensor of the checkpoint."""
+        merged: dict[str, int] = {}
+        merges = self.family is not None and self.family.conversion == "merge"
+        for name, size in sizes.items():
+            key = re.sub(r"\.experts\.\d+\..*", ".experts", name) if merges else name
+            merged[key] = merged.get(key, 0) + size
+        return max(merged.values(), default=0)
+
+    def distinct(self) -> dict[str, TensorInfo]:
         """Tensors without the copies that a tied model's checkpoint may hold of its embedding."""
         embedding = (self.vocab_size, self.hidden_size)
         copies = [name for name, t in self.tensors.items() if t.shape == embedding and not re.search(r"\.\d+\.", name)]
@@ -125,19 +142,20 @@ def read_spec(folder: str) -> ModelSpec:
     )
     family = families().get(text.get("model_type", model_type))
     aliases = family.aliases if family else {}
-    hidden, vocab, positions = (text.get(k, text.get(aliases.get(k, k))) for k in CONFIG_KEYS)
+    text = text | {key: text[name] for key, name in aliases.items() if name in text and key not in text}
     tied = config.get("tie_word_embeddings", text.get("tie_word_embeddings", bool(family and family.tied)))
     pickled = not safetensors_files(folder) and bool(pickled_files(folder))
     return ModelSpec(
         folder=folder,
         model_type=model_type,
-        hidden_size=hidden,
-        vocab_size=vocab,
-        max_positions=positions,
+        hidden_size=text.get("hidden_size"),
+        vocab_size=text.get("vocab_size"),
+        max_positions=text.get("max_position_embeddings"),
         tied=bool(tied),
         tensors={} if pickled else read_headers(folder),
         pickled=pickled,
         family=family,
+        config=text,
     )
 
 

@@ -1,9 +1,9 @@
-"""Reads a checkpoint's values under the model's names: only the rows that are asked for, one tensor at a time."""
+"""Reads a checkpoint's values under the model's names: only the parts that are asked for, one tensor at a time."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -16,14 +16,15 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ds_trainer.errors import ModelError
-from ds_trainer.layout import rows_covering
+from ds_trainer.layout import Box, ParameterSlice, rows_covering
 from ds_trainer.log import warn_once
 from ds_trainer.models.conversions import Recipe, load_recipes, tied_groups
 from ds_trainer.models.skeleton import empty_twin
 from ds_trainer.models.source import WeightSource
 from ds_trainer.models.spec import pickled_files, read_headers, safetensors_files
+from ds_trainer.models.unread import Fill, NotRecordedError, Unread
 
-_ROWS_COMPARED_AT_ONCE = 1024
+_COMPARED_AT_ONCE = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,46 @@ class _Stored:
         offset = first * prod(self.shape[1:])
         return self.data[first:last].flatten()[start - offset : stop - offset]
 
+    def box(self, box: Box) -> torch.Tensor:
+        return self.data[box.index] if self.shape else self.whole()
+
+    def unread(self) -> Unread:
+        return Unread(self.shape, self.dtype, lambda out, box: out.copy_(self.box(box)))
+
+
+@dataclass(frozen=True)
+class _Converted:
+    """A tensor that is made from others on load."""
+
+    unread: Unread
+    operations: str
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.unread.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.unread.dtype
+
+    def whole(self) -> torch.Tensor:
+        return self.unread.box(Box.whole(self.shape))
+
+    def flat(self, start: int, stop: int) -> torch.Tensor:
+        self._say_if_whole()
+        out = torch.empty(stop - start, dtype=self.dtype)
+        for part in ParameterSlice.flat_range("", self.shape, start, stop).parts():
+            self.unread.fill(part.of(out), part.box)
+        return out
+
+    def box(self, box: Box) -> torch.Tensor:
+        self._say_if_whole()
+        return self.unread.box(box)
+
+    def _say_if_whole(self) -> None:
+        if not self.unread.by_parts:
+            warn_once(f"tensors made by {self.operations} on load are read whole by every rank, one at a time")
+
 
 class CheckpointWeights(WeightSource):
     """A `WeightSource` over a Hugging Face folder.
@@ -71,12 +112,13 @@ class CheckpointWeights(WeightSource):
         )
         recipes, unexpected, used = load_recipes(self._twin, self._files)
         model._weight_conversions = used  # type: ignore[assignment]  # As transformers does on load.
-        self._recipes: dict[str, Recipe] = {}
-        shapes: dict[str, tuple[int, ...]] = {}
+        self._tensors: dict[str, _Stored | _Converted] = {}
         for recipe in recipes:
-            for name, tensor in recipe.run(self._on_meta, self._twin).items():
-                self._recipes[name], shapes[name] = recipe, tuple(tensor.shape)
-        self._check_shapes(shapes)
+            if recipe.converter is None:
+                self._tensors[recipe.target] = self._files[recipe.sources[0][1]]
+            else:
+                self._tensors |= self._converted(recipe)
+        self._check_shapes()
         self._share_tied()
         self._buffers = {n: b for n, b in model.named_buffers() if n in self._twin.state_dict()}
         self._check_missing()
@@ -87,35 +129,47 @@ class CheckpointWeights(WeightSource):
     def view(self, name: str, flat: tuple[int, int] | None = None) -> torch.Tensor:
         """The value of a parameter or persistent buffer, as in `ds_trainer.models.source.WeightSource`.
 
-        With `flat` a tensor that only changes its name on load is read by the rows that hold the range; one that is
-        merged, split or transposed is made whole and then cut.
+        With `flat` only the rows that hold the range are read.
         """
-        recipe = self._recipes.get(name)
-        if recipe is None:  # A buffer that old checkpoints lack: its value follows from the config.
+        tensor = self._tensors.get(name)
+        if tensor is None:  # A buffer that old checkpoints lack: its value follows from the config.
             value = self._buffers[name]
-        elif recipe.converter is None:
-            stored = self._files[recipe.sources[0][1]]
-            return stored.whole() if flat is None else stored.flat(*flat)
-        else:
-            if flat is not None:
-                warn_once(f"tensors made by {recipe.operations} on load are read whole by every rank, one at a time")
-            value = recipe.run(lambda source: self._files[source].whole(), self._twin)[name]
-        return value if flat is None else value.flatten()[flat[0] : flat[1]]
+            return value if flat is None else value.flatten()[flat[0] : flat[1]]
+        return tensor.whole() if flat is None else tensor.flat(*flat)
+
+    def box(self, name: str, box: Box) -> torch.Tensor:
+        """As in `ds_trainer.models.source.WeightSource`."""
+        tensor = self._tensors.get(name)
+        return super().box(name, box) if tensor is None else tensor.box(box)
 
     def stored_dtype(self, name: str) -> torch.dtype:
-        """Format of the tensor in the file; of the first one where several are merged."""
-        recipe = self._recipes.get(name)
-        return self._buffers[name].dtype if recipe is None else self._files[recipe.sources[0][1]].dtype
+        """Format of the tensor in the file; what theirs become together where several are merged."""
+        tensor = self._tensors.get(name)
+        return self._buffers[name].dtype if tensor is None else tensor.dtype
 
-    def _on_meta(self, source: str) -> torch.Tensor:
-        return torch.empty(self._files[source].shape, device="meta")
+    def _converted(self, recipe: Recipe) -> dict[str, _Converted]:
+        """What a recipe makes, nothing of it read."""
+        try:
+            made: Mapping[str, Any] = recipe.run(lambda source: self._files[source].unread(), self._twin)
+        except NotRecordedError:
+            shapes = recipe.run(lambda source: self._files[source].whole().to("meta"), self._twin)
+            made = {
+                n: Unread(tuple(t.shape), t.dtype, self._redo(recipe, n), by_parts=False) for n, t in shapes.items()
+            }
+        return {name: _Converted(unread, recipe.operations) for name, unread in made.items()}
 
-    def _check_shapes(self, shapes: dict[str, tuple[int, ...]]) -> None:
+    def _redo(self, recipe: Recipe, name: str) -> Fill:
+        def fill(out: torch.Tensor, box: Box) -> None:
+            out.copy_(recipe.run(lambda source: self._files[source].whole(), self._twin)[name][box.index])
+
+        return fill
+
+    def _check_shapes(self) -> None:
         expected = {name: tuple(t.shape) for name, t in self._twin.state_dict().items()}
         wrong = [
-            f"{name} {list(shape)} instead of {list(expected[name])}"
-            for name, shape in shapes.items()
-            if shape != expected[name]
+            f"{name} {list(tensor.shape)} instead of {list(expected[name])}"
+            for name, tensor in self._tensors.items()
+            if tensor.shape != expected[name]
         ]
         if wrong:
             raise ModelError(
@@ -127,7 +181,7 @@ class CheckpointWeights(WeightSource):
     def _share_tied(self) -> None:
         """Lets every name of a tied parameter read the one tensor that the checkpoint holds."""
         for names in tied_groups(self._twin):
-            present = [name for name in names if name in self._recipes]
+            present = [name for name in names if name in self._tensors]
             for other in present[1:]:
                 if not self._equal(present[0], other):
                     raise ModelError(
@@ -136,16 +190,17 @@ class CheckpointWeights(WeightSource):
                         "set tie_word_embeddings to false in config.json, or remove the wrong tensor from the file",
                     )
             for name in names if present else []:
-                self._recipes[name] = self._recipes[present[0]]
+                self._tensors[name] = self._tensors[present[0]]
 
     def _equal(self, name: str, other: str) -> bool:
-        a, b = (self._files[self._recipes[n].sources[0][1]] for n in (name, other))
-        rows = range(0, a.shape[0], _ROWS_COMPARED_AT_ONCE)
-        return all(torch.equal(a.data[i : i + rows.step], b.data[i : i + rows.step]) for i in rows)
+        a, b = self._tensors[name], self._tensors[other]
+        numel = prod(a.shape)
+        ranges = ((start, min(start + _COMPARED_AT_ONCE, numel)) for start in range(0, numel, _COMPARED_AT_ONCE))
+        return all(torch.equal(a.flat(*each), b.flat(*each)) for each in ranges)
 
     def _check_missing(self) -> None:
-        parameters = [name for name, _ in self._twin.named_parameters() if name not in self._recipes]
-        buffers = [name for name in self._buffers if name not in self._recipes]
+        parameters = [name for name, _ in self._twin.named_parameters() if name not in self._tensors]
+        buffers = [name for name in self._buffers if name not in self._tensors]
         missing = parameters + _not_ignored(buffers, self._twin._keys_to_ignore_on_load_missing or ())
         if missing:
             raise ModelError(

@@ -86,15 +86,10 @@ def _at(config: RunConfig, stage: int, grad_dtype: str) -> RunConfig:
     )
 
 
-def buffers(config: RunConfig, num_parameters: int, data_ranks: int, largest_parameter: int = 0) -> list[Part]:
-    """Buffers of one rank that the table leaves out; `size` is in bytes here, not per parameter.
-
-    Args:
-        config: A resolved config.
-        num_parameters: Elements of the model.
-        data_ranks: Ranks over which state is sharded.
-        largest_parameter: Elements of its largest parameter: no sub-group is smaller than the one that holds it.
-    """
+def buffers(resolved: ResolvedConfig) -> list[Part]:
+    """Buffers of one rank that the table leaves out; `size` is in bytes here, not per parameter."""
+    config, data_ranks = resolved.config, resolved.data_ranks
+    num_parameters = resolved.size.num_parameters or 0
     zero, precision = config.zero, config.precision
     if backend(config) == "ddp" and not config.ddp.gradient_as_bucket_view:
         return [Part("gradient buckets", 4 * num_parameters)]
@@ -109,7 +104,8 @@ def buffers(config: RunConfig, num_parameters: int, data_ranks: int, largest_par
     parts += [Part("prefetched parameters", (zero.stage3_prefetch_bucket_size or 0) * param_bytes)]
     sub_group = max(
         min(zero.sub_group_size or num_parameters, -(-num_parameters // data_ranks)),
-        -(-largest_parameter // data_ranks),
+        # None is smaller than the one that holds the largest parameter.
+        -(-(resolved.size.largest_parameter or 0) // data_ranks),
     )
     if zero.offload_optimizer.device == "nvme":
         parts += [Part("optimizer swap buffers", zero.offload_optimizer.buffer_count * sub_group * 4, "host")]

@@ -11,7 +11,7 @@ from ds_trainer.checkpoint.store import LAYOUT, RUN, Checkpoint, open_checkpoint
 from ds_trainer.config.backend import backend
 from ds_trainer.config.keys import flatten
 from ds_trainer.config.resolved import ResolvedConfig
-from ds_trainer.config.schema import RunConfig
+from ds_trainer.config.schema import ParallelConfig, RunConfig
 from ds_trainer.engines.state import MASTER
 from ds_trainer.errors import CheckpointError
 from ds_trainer.layout import ParameterSlice
@@ -69,6 +69,7 @@ def describe_layout(resolved: ResolvedConfig, everyones: list[list[ParameterSlic
         "engine": resolved.config.parallel.engine,
         "description": _in_words(resolved),
         "world": len(everyones),
+        "tp": resolved.config.parallel.tp,
         "ranks": [[_slice_as_json(piece) for piece in of_rank] for of_rank in everyones],
     }
 
@@ -81,7 +82,7 @@ def _slice_as_json(piece: ParameterSlice) -> dict[str, Any]:
 
 def _in_words(resolved: ResolvedConfig) -> str:
     config = resolved.config
-    words = [f"{resolved.data_ranks} data ranks", config.parallel.engine]
+    words = [*_tensor_words(config.parallel), f"{resolved.data_ranks} data ranks", config.parallel.engine]
     if backend(config) != config.parallel.engine:
         words.append(backend(config))
     if backend(config) == "deepspeed":
@@ -101,14 +102,22 @@ def _in_words(resolved: ResolvedConfig) -> str:
     return ", ".join([*words, str(config.precision.dtype)])
 
 
+def _tensor_words(config: ParallelConfig) -> list[str]:
+    if config.tp == 1:
+        return []
+    more = ["sequence parallelism"] if config.sequence_parallel else []
+    more += ["parallel.tp_plan"] if config.tp_plan else []
+    return [" with ".join([f"tp {config.tp}", *([" and ".join(more)] if more else [])])]
+
+
 def check_world(checkpoint: Checkpoint, resolved: ResolvedConfig, world: int) -> None:
-    """Checks the number of ranks, which shows before anything is loaded.
+    """Checks the numbers of ranks along the mesh axes, which show before anything is loaded.
 
     Raises:
-        CheckpointError: Another number of ranks saved it.
+        CheckpointError: Other numbers of ranks saved it.
     """
     saved = checkpoint.json(LAYOUT)
-    if saved["world"] != world:
+    if (saved["world"], saved["tp"]) != (world, resolved.config.parallel.tp):
         raise _other_layout(checkpoint, saved["description"], _in_words(resolved))
 
 

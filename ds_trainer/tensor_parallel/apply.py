@@ -2,15 +2,34 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from math import prod
+from typing import Any
+
 from torch import nn
+from transformers import PreTrainedModel
 
 from ds_trainer.config.schema import ParallelConfig
+from ds_trainer.errors import ModelError
+from ds_trainer.log import get_logger
 from ds_trainer.mesh.mesh import Mesh
+from ds_trainer.models.spec import families
+from ds_trainer.tensor_parallel.column_group import ColumnGroup
+from ds_trainer.tensor_parallel.dropout import has_dropout, own_masks_between_layers
+from ds_trainer.tensor_parallel.embedding import VocabParallelEmbedding
+from ds_trainer.tensor_parallel.linear import ColumnParallelLinear
+from ds_trainer.tensor_parallel.plan import TensorPlan, generic, plan_for
+from ds_trainer.tensor_parallel.sequence import cut_sequences
 from ds_trainer.tensor_parallel.split import ModelSplit
+from ds_trainer.tensor_parallel.splitter import Splitter
+from ds_trainer.tensor_parallel.styles import STYLES, embedding_rowwise
 
 
 def split_model(model: nn.Module, config: ParallelConfig, mesh: Mesh) -> ModelSplit:
     """Splits a model in place; without tensor parallelism it stays as it is.
+
+    The model keeps its class, its code and its config, and its parameters their names. Layers that the plan names are
+    swapped, attention modules told how many heads are theirs, and what the plan does not name stays whole.
 
     Args:
         model: A skeleton on meta, or an instance; a parameter that is cut is afterwards a new one, on meta, of its
@@ -26,4 +45,108 @@ def split_model(model: nn.Module, config: ParallelConfig, mesh: Mesh) -> ModelSp
     """
     if config.tp == 1:
         return ModelSplit()
-    raise NotImplementedError
+    plan = _plan(model, config)
+    splitter = Splitter(model, mesh.tp_group)
+    _apply(plan, splitter)
+    splitter.finish()
+    _make_head_parallel(model, splitter)
+    _group_columns(model, splitter, config.keep_gathered_input)
+    dropout = has_dropout(model)
+    if dropout:
+        own_masks_between_layers(model, mesh.tp_group)
+    if config.sequence_parallel:
+        cut_sequences(splitter, own_masks=dropout)
+    cuts = splitter.cuts()
+    split = ModelSplit(cuts, mesh.grid.tp_rank, mesh.tp_host_group, _whole_modules(model, cuts))
+    _tell(split, model)
+    return split
+
+
+def _plan(model: nn.Module, config: ParallelConfig) -> TensorPlan:
+    """The plan of the model's type, or, of a type that is not in the table, the one that its class brings."""
+    model_type = getattr(getattr(model, "config", None), "model_type", "")
+    plan = plan_for(model_type, config.tp_plan)
+    if (plan is None or not plan.styles) and model_type not in families():
+        own = getattr(model, "tp_plan", None) if isinstance(model, PreTrainedModel) else None
+        if own:
+            plan = TensorPlan(dict(own), config.tp_plan or {})
+    if plan is None:
+        raise ModelError(
+            f"parallel.tp is {config.tp} and there is no plan for {type(model).__name__}",
+            "a plan says which layers are cut and how; without one every rank would hold the whole model",
+            'set parallel.tp to 1, or give one in parallel.tp_plan, such as {"model.layers.*.mlp.up_proj": "colwise", '
+            '"model.layers.*.mlp.down_proj": "rowwise"}',
+        )
+    return plan
+
+
+def _apply(plan: TensorPlan, splitter: Splitter) -> None:
+    targets: dict[str, Any] = {**dict(splitter.model.named_modules()), **dict(splitter.model.named_parameters())}
+    # Plans of transformers have entries for modules that only some models of a type have.
+    if unmatched := [entry for entry in plan.unmatched(targets) if entry in plan.override]:
+        raise ModelError(
+            f"parallel.tp_plan has {', '.join(unmatched)}, which matches no module or parameter of "
+            f"{type(splitter.model).__name__}",
+            "each entry of parallel.tp_plan names modules, with * for any part of a name",
+            f"use names such as {', '.join(_examples(splitter.model))}",
+        )
+    styles = {name: style for name in targets if (style := plan.style_of(name)) is not None}
+    if unknown := set(styles.values()) - set(STYLES):
+        raise ModelError(
+            f"the plan of {type(splitter.model).__name__} has the style(s) {', '.join(sorted(unknown))}",
+            f"styles are {', '.join(sorted(STYLES))}",
+            "give the modules another style in parallel.tp_plan",
+        )
+    for name, style in styles.items():
+        STYLES[style](splitter, name, targets[name])
+
+
+def _examples(model: nn.Module) -> list[str]:
+    """Some names that a plan may hold."""
+    names = dict.fromkeys(generic(name) for name, module in model.named_modules() if isinstance(module, nn.Linear))
+    return list(names)[:4]
+
+
+def _make_head_parallel(model: Any, splitter: Splitter) -> None:
+    """Lets callers of a column-parallel head see whole logits, and cuts the input embedding as the head is cut.
+
+    Tied or not: the embedding is as large as the head, and a tied one is the same parameter.
+    """
+    if not isinstance(model, PreTrainedModel):
+        return
+    head: Any = model.get_output_embeddings()
+    embedding: Any = model.get_input_embeddings()
+    if not isinstance(head, ColumnParallelLinear):
+        return
+    head.gather_output = True
+    if isinstance(embedding, nn.Embedding) and not isinstance(embedding, VocabParallelEmbedding):
+        name = next(name for name, module in model.named_modules() if module is embedding)
+        embedding_rowwise(splitter, name, embedding)
+
+
+def _group_columns(model: nn.Module, splitter: Splitter, keep_gathered_input: bool) -> None:
+    """Layers of one module that read inputs of one size are computed together, while they are called so."""
+    for module in model.modules():
+        by_inputs = defaultdict(list)
+        for child in module.children():
+            if isinstance(child, ColumnParallelLinear) and not isinstance(module, nn.ModuleList):
+                by_inputs[child.in_features].append(child)
+        for members in by_inputs.values():
+            ColumnGroup(members, splitter.group).keep_gathered_input = keep_gathered_input
+
+
+def _tell(split: ModelSplit, model: nn.Module) -> None:
+    """One line on what has been cut, and what has not."""
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    whole = sum(prod(split.cuts[name].shape) if name in split.cuts else size for name, size in sizes.items())
+    get_logger().info(
+        "tensor parallel: each rank holds %.0f%% of the parameters; whole on every one: %s",
+        100 * sum(sizes.values()) / whole,
+        ", ".join(split.whole_modules) or "none",
+    )
+
+
+def _whole_modules(model: nn.Module, cuts: dict[str, Any]) -> tuple[str, ...]:
+    """Modules with parameters that every rank holds whole, the numbers of layers as `*`."""
+    names = (name.rpartition(".")[0] for name, _ in model.named_parameters() if name not in cuts)
+    return tuple(dict.fromkeys(generic(name) for name in names))

@@ -19,11 +19,13 @@ class ModelSplit:
         cuts: Parameter name (of a tied one its first name) -> its cut.
         rank: This rank's number in the tensor group.
         host_group: The tensor group over gloo; None: there is no tensor parallelism.
+        whole_modules: Modules with parameters that every rank holds whole, the numbers of layers as `*`.
     """
 
     cuts: Mapping[str, Cut] = field(default_factory=dict)
     rank: int = 0
     host_group: dist.ProcessGroup | None = None
+    whole_modules: tuple[str, ...] = ()
 
     def slice(self, name: str, local_shape: tuple[int, ...], flat: tuple[int, int]) -> ParameterSlice:
         """The slice that elements `flat` of this rank's local tensor are.
@@ -37,6 +39,24 @@ class ModelSplit:
         if cut is None:
             return ParameterSlice(name, tuple(local_shape), flat)
         return ParameterSlice(name, cut.shape, flat, cut, self.rank)
+
+    def counted(self, name: str, rows: torch.Tensor, first: int = 0) -> Iterator[torch.Tensor]:
+        """Views of what counts in a sum over the tensor group, to which each element of the full tensor adds once.
+
+        Args:
+            name: Parameter name.
+            rows: The local tensor, or some of its rows.
+            first: Number of the first of these rows in the local tensor.
+        """
+        cut = self.cuts.get(name)
+        if cut is None:
+            yield from [rows] if self.rank == 0 else []
+            return
+        offset = first if cut.dim == 0 else 0
+        for start, stop in cut.first_held(self.rank):
+            begin, end = max(start - offset, 0), min(stop - offset, rows.shape[cut.dim])
+            if begin < end:
+                yield rows.narrow(cut.dim, begin, end - begin)
 
     def merged(self, local: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """Whole tensors out of the tensor ranks' local ones, on every rank, one at a time.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import prod
+
 import torch
 
 from ds_trainer.models.source import WeightSource
@@ -24,13 +26,15 @@ class LocalWeights(WeightSource):
         cut = self._split.cuts.get(name)
         if cut is None:
             return self._whole.view(name, flat)
-        full = self._whole.view(name)
-        local = full.new_zeros(cut.local_shape)
-        at = 0
-        for start, stop in cut.ranges[self._split.rank]:
-            local.narrow(cut.dim, at, stop - start).copy_(full.narrow(cut.dim, start, stop - start))
-            at += stop - start
-        return local if flat is None else local.flatten()[flat[0] : flat[1]]
+        piece = self._split.slice(name, cut.local_shape, flat or (0, prod(cut.local_shape)))
+        shape = cut.local_shape if flat is None else (piece.numel,)
+        parts = list(piece.parts())
+        if [part.box.numel for part in parts] == [piece.numel]:  # The source's own memory will do.
+            return self._whole.box(name, parts[0].box).reshape(shape)
+        local = torch.zeros(piece.numel, dtype=self.stored_dtype(name))
+        for part in parts:
+            part.of(local).copy_(self._whole.box(name, part.box))
+        return local.view(shape)
 
     def stored_dtype(self, name: str) -> torch.dtype:
         """As in `WeightSource`."""

@@ -45,8 +45,24 @@ _KINDS: dict[str, tuple[str, dict]] = {
         | {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
     ),
     "phi": ("PhiConfig", _LLAMA | {"num_key_value_heads": 4}),
+    "deepseek_v3": (
+        "DeepseekV3Config",
+        _LLAMA
+        | {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "first_k_dense_replace": 1}
+        | {"n_group": 2, "topk_group": 1, "q_lora_rank": 16, "kv_lora_rank": 8, "num_key_value_heads": 4}
+        | {"qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8},
+    ),
 }
 KINDS = tuple(_KINDS)
+_KINDS |= {  # It runs in fp32 only.
+    "inkling2_text": (  # Gate and up projection interleaved in the checkpoint, one after the other in the model.
+        "Inkling2TextConfig",
+        _LLAMA
+        | {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
+        | {"swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 8, "unpadded_vocab_size": VOCAB}
+        | {"layer_types": ["hybrid_sliding", "hybrid"]},
+    ),
+}
 
 
 def make_model(kind: str, seed: int = 0, **changes: object) -> PreTrainedModel:

@@ -45,14 +45,14 @@ def checkpoint(tmp_path_factory):
     shutil.rmtree(folder)
 
 
-def load_peak(out: Path, checkpoint: Path, engine: str) -> float:
+def load_peak(out: Path, checkpoint: Path, engine: str, tp: int = 1) -> float:
     """Peak of this rank's anonymous memory above that before the run, as a share of the fp32 model."""
     from ds_trainer import assembly
 
     batch = {"micro_size": None, "accumulation": 1}
     stop = patch.object(assembly, "make_optimizer", side_effect=Loaded)
     with stop, rss_anon_peak() as peak, pytest.raises(Loaded):
-        make_trainer(engine, out, model=checkpoint, batch=batch)
+        make_trainer(engine, out, model=checkpoint, batch=batch, parallel={"tp": tp})
     return peak.bytes / (checkpoint / "model.safetensors").stat().st_size
 
 
@@ -71,3 +71,18 @@ def test_no_rank_holds_more_than_its_share_of_a_cut_model(world, tmp_path, check
 def test_a_replicated_model_is_held_once_by_each_rank_while_it_is_loaded(world, tmp_path, checkpoint, engine):
     peaks = world(load_peak, 2, tmp_path, checkpoint, engine)
     assert all(1 <= peak < 1.1 for peak in peaks), peaks
+
+
+@pytest.mark.case("E1")
+@pytest.mark.parametrize(
+    ("engine", "ranks", "share", "limit"),
+    [
+        ("ddp", 2, 1 / 2, 0.56),
+        pytest.param("zero2", 2, 1 / 2, 0.56, marks=pytest.mark.slow),
+        pytest.param("zero3", 4, 1 / 4, 0.35, marks=pytest.mark.slow),
+        pytest.param("fsdp2", 4, 1 / 4, 0.35, marks=pytest.mark.slow),
+    ],
+)
+def test_a_tensor_rank_holds_no_more_than_its_part(world, tmp_path, checkpoint, engine, ranks, share, limit):
+    peaks = world(load_peak, ranks, tmp_path, checkpoint, engine, 2)
+    assert all(share <= peak < limit for peak in peaks), peaks

@@ -90,7 +90,7 @@ def live_tensors() -> list[torch.Tensor]:
     return list(map(local_part, [*found, *(t.grad for t in found if t.is_leaf and t.grad is not None)]))
 
 
-def measure(out: Path, precision: dict, layouts: list[str], accumulation: int) -> tuple[dict, dict]:
+def measure(out: Path, precision: dict, layouts: list[str], accumulation: int, tp: int = 1) -> tuple[dict, dict]:
     """Measured and expected bytes per parameter on this rank after the backward pass and after the step, by layout."""
     measured, expected = {}, {}
     for layout in layouts:
@@ -106,6 +106,7 @@ def measure(out: Path, precision: dict, layouts: list[str], accumulation: int) -
             optimizer={"name": "adamw", "lr": 1e-4},
             precision=precision,
             run={"max_steps": 2},
+            parallel={"tp": tp},
             **{{"ddp": "ddp", "fsdp2": "fsdp"}.get(engine, "zero"): section},
         )
         trainer.train()
@@ -122,5 +123,14 @@ def measure(out: Path, precision: dict, layouts: list[str], accumulation: int) -
 def test_live_tensors_equal_the_table_within_three_percent(world, tmp_path, cells):
     precision, layouts, accumulation = CELLS[cells]
     for measured, expected in world(measure, 2, tmp_path, precision, layouts, accumulation):
+        wrong = {name for name in layouts if measured[name] != pytest.approx(expected[name], rel=0.03)}
+        assert not wrong, f"{measured} instead of {expected}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_tensor_rank_keeps_as_much_for_each_parameter_that_it_holds(world, tmp_path, dtype):
+    layouts = ["ddp", "zero1", "zero2", "zero3", "zero2-cpu", "fsdp2"]
+    for measured, expected in world(measure, 4, tmp_path, {"dtype": dtype}, layouts, 1, 2):
         wrong = {name for name in layouts if measured[name] != pytest.approx(expected[name], rel=0.03)}
         assert not wrong, f"{measured} instead of {expected}"

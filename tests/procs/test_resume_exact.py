@@ -7,6 +7,7 @@ import pytest
 from tests.helpers.resume import EVERY, STEPS, train, write_checkpoint
 from tests.helpers.world import RankFailed
 from tests.procs.test_spine import CELLS, OF_FOUR, STAGE3, deepspeed
+from tests.procs.test_spine_tensor import sections as tensor_sections
 
 QUICK = ["ddp", "zero1", "zero2-cpu", "zero3", "fsdp2"]
 """One of every way to cut and keep states; `make test-all` runs the others."""
@@ -48,6 +49,17 @@ def test_four_ranks_go_on_bit_for_bit(world, tmp_path, checkpoint, cell):
     sections = (CELLS | OF_FOUR)[cell]
     straight = world(train, 4, tmp_path / "straight", checkpoint, sections, {})
     check(straight, killed_and_resumed(world, tmp_path / "cut", 4, checkpoint, sections))
+
+
+@pytest.mark.case("I7")
+@pytest.mark.parametrize("sequence", [False, True], ids=["tensor", "sequence"])
+@pytest.mark.parametrize(("ranks", "cell"), [(2, "ddp"), (2, "zero2"), (2, "zero3"), (4, "fsdp2"), (4, "zero2-cpu")])
+@pytest.mark.slow
+def test_tensor_ranks_go_on_bit_for_bit(world, tmp_path, checkpoint, ranks, cell, sequence):
+    sections = tensor_sections(cell, sequence_parallel=sequence)
+    straight = world(train, ranks, tmp_path / "straight", checkpoint, sections, {})
+    assert all(facts.settings["parallel.tp"] == 2 for *_, facts in straight)
+    check(straight, killed_and_resumed(world, tmp_path / "cut", ranks, checkpoint, sections))
 
 
 @pytest.mark.slow

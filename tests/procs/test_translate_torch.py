@@ -5,6 +5,9 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from ds_trainer.config.io import load_config
+from ds_trainer.config.resolve import resolve
+from ds_trainer.config.resolved import Machine
 from ds_trainer.config.torch.torch_snippet import ddp_snippet, fsdp2_snippet
 from tests.helpers.runs import collate, make_trainer
 from tests.helpers.tiny import samples, tiny_llama
@@ -72,6 +75,25 @@ def test_the_snippet_for_fsdp2_cuts_as_the_engine_does(world, tmp_path):
                 "keep": {False},
                 "whole": set(),
             }.get(kind, {True})
+
+
+def groups(snippet_of_engine):
+    """The ranks over which each snippet's model is cut or reduced, with two tensor ranks to a model."""
+    found = {}
+    for engine, snippet in snippet_of_engine.items():
+        raw = {"parallel": {"engine": engine, "tp": 2}, "precision": {"dtype": "fp32"}}
+        namespace = {}
+        exec(snippet(resolve(*load_config(raw), Machine(4))), namespace)  # noqa: S102
+        model = namespace["wrap"](tiny_llama())
+        is_ddp = engine == "ddp"
+        group = model.process_group if is_ddp else next(model.parameters()).device_mesh.get_group()
+        found[engine] = dist.get_process_group_ranks(group)
+    return found
+
+
+def test_under_tensor_parallelism_the_snippets_cut_and_reduce_over_the_data_ranks(world):
+    found = world(groups, 4, {"fsdp2": fsdp2_snippet, "ddp": ddp_snippet})
+    assert found == [dict.fromkeys(("fsdp2", "ddp"), [rank % 2, rank % 2 + 2]) for rank in range(4)]
 
 
 def test_the_snippet_for_ddp_gives_the_engines_gradients(world, tmp_path):

@@ -1,5 +1,6 @@
 """Skeleton and weights against `from_pretrained`, and what a checkpoint that does not fit leads to."""
 
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 
@@ -7,10 +8,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers.core_model_loading import ConversionOps, WeightConverter
 
 from ds_trainer import log
 from ds_trainer.config.schema import ModelConfig
 from ds_trainer.errors import ConfigError, ModelError
+from ds_trainer.layout import Box
+from ds_trainer.models import conversions
+from ds_trainer.models import weights as weights_module
 from ds_trainer.models.hf import build_skeleton, is_causal_lm, load_tokenizer, prepare_for_training
 from ds_trainer.models.resize import fit_embeddings
 from ds_trainer.models.weights import CheckpointWeights, load_full
@@ -70,7 +75,10 @@ def test_head_and_embedding_are_one_object_exactly_when_tied(tmp_path, kind, tie
         assert (model.get_input_embeddings().weight is model.get_output_embeddings().weight) is tied
 
 
-@pytest.mark.parametrize("kind", ["llama", "mixtral", "gpt2"])
+CONVERTED = ["mixtral", "deepseek_v3", "sarvam_moe", "inkling2_text"]
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", *CONVERTED])
 def test_flat_ranges_are_cuts_of_the_whole_tensor(tmp_path, kind):
     folder = make_checkpoint(tmp_path, kind)
     model = build_skeleton(folder, ModelConfig(), torch.float32)
@@ -81,6 +89,55 @@ def test_flat_ranges_are_cuts_of_the_whole_tensor(tmp_path, kind):
         n = whole.numel()
         for start, stop in ((0, n), (n // 3, 2 * n // 3 + 1), (n - 1, n), (1, 1)):
             assert torch.equal(weights.read(name, torch.float32, (start, stop)), whole.flatten()[start:stop])
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", *CONVERTED])
+def test_boxes_are_cuts_of_the_whole_tensor(tmp_path, kind):
+    folder = make_checkpoint(tmp_path, kind)
+    model = build_skeleton(folder, ModelConfig(), torch.float32)
+    weights = CheckpointWeights(folder, model)
+    for name, parameter in model.named_parameters():
+        shape = tuple(parameter.shape)
+        for dim, size in enumerate(shape):
+            box = Box.whole(shape).along(dim, size // 2, size - size // 2)
+            assert torch.equal(weights.box(name, box), weights.view(name)[box.index])
+
+
+class Counting:
+    """The data of a stored tensor, of which it counts the elements that are asked for."""
+
+    def __init__(self, data, read):
+        self.data, self.read = data, read
+
+    def __getitem__(self, index):
+        value = self.data[index]
+        self.read.append(value.numel())
+        return value
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "deepseek_v3", "sarvam_moe"])
+def test_of_tensors_that_are_merged_or_split_on_load_a_box_reads_only_what_it_holds(
+    tmp_path, kind, warnings, monkeypatch
+):
+    folder = make_checkpoint(tmp_path, kind)
+    model = build_skeleton(folder, ModelConfig(), torch.float32)
+    read = []
+
+    def counting(path):
+        return {name: replace(t, data=Counting(t.data, read)) for name, t in open_safetensors(path).items()}
+
+    open_safetensors = weights_module._open_safetensors
+    monkeypatch.setattr(weights_module, "_open_safetensors", counting)
+    weights = CheckpointWeights(folder, model)
+    for name, parameter in model.named_parameters():
+        if len(shape := tuple(parameter.shape)) == 1:
+            continue
+        for dim in range(len(shape)):
+            box = Box.whole(shape).along(dim, shape[dim] // 2, shape[dim] // 2)
+            read.clear()
+            weights.box(name, box)
+            assert sum(read) == box.numel
+    assert not warnings
 
 
 def test_a_skeleton_costs_no_memory_whatever_the_size_of_the_model(tmp_path):
@@ -112,18 +169,42 @@ def test_slices_of_a_large_tensor_take_no_more_memory_than_they_hold(tmp_path):
     assert peak.bytes < 1.2 * part.nbytes
 
 
-def test_merged_tensors_are_said_once_and_plain_ones_not(tmp_path, warnings):
-    folder = make_checkpoint(tmp_path / "a", "llama")
-    CheckpointWeights(folder, build_skeleton(folder, ModelConfig(), torch.float32)).read(
-        "model.norm.weight", torch.float32, (0, 3)
-    )
-    assert not warnings
-    folder = make_checkpoint(tmp_path / "b", "mixtral")
+def test_tensors_that_are_read_whole_are_said_once_and_others_not(tmp_path, warnings):
+    for kind in ("llama", "mixtral", "inkling2_text"):
+        folder = make_checkpoint(tmp_path / kind, kind)
+        weights = CheckpointWeights(folder, model := build_skeleton(folder, ModelConfig(), torch.float32))
+        for name, _ in model.named_parameters():
+            weights.read(name, torch.float32, (0, 1))
+    text = "tensors made by {} on load are read whole by every rank, one at a time"
+    assert warnings == {text.format("Interleave"), text.format("Inkling2UnpadVocab")}
+
+
+class Doubled(ConversionOps):
+    """Writes into a tensor of its own, which no record of operations shows."""
+
+    def convert(self, input_dict, source_patterns, target_patterns, **kwargs):
+        ((source,),) = input_dict.values()
+        out = torch.empty_like(source)
+        out[:] = source
+        return {target_patterns[0]: out * 2}
+
+    @property
+    def reverse_op(self):
+        raise NotImplementedError
+
+
+def test_a_conversion_that_writes_into_tensors_is_run_on_whole_ones(tmp_path, warnings, monkeypatch):
+    folder = make_checkpoint(tmp_path)
+    converter = WeightConverter("mlp.up_proj.weight", "mlp.up_proj.weight", operations=[Doubled()])
+    monkeypatch.setattr(conversions, "get_model_conversion_mapping", lambda *_, **__: [converter])
     weights = CheckpointWeights(folder, build_skeleton(folder, ModelConfig(), torch.float32))
-    for layer in (0, 1):
-        weights.read(f"model.layers.{layer}.mlp.experts.gate_up_proj", torch.float32, (0, 3))
-    assert [text for text in warnings if "MergeModulelist, Concatenate" in text] == list(warnings)
-    assert len(warnings) == 1
+    name = "model.layers.1.mlp.up_proj.weight"
+    expected = 2 * load_file(Path(folder, "model.safetensors"))[name]
+    assert torch.equal(weights.view(name), expected)
+    assert not warnings
+    assert torch.equal(weights.box(name, Box((3, 5), (2, 4))), expected[3:5, 5:9])
+    assert torch.equal(weights.view(name, (7, 70)), expected.flatten()[7:70])
+    assert ["Doubled" in text for text in warnings] == [True]
 
 
 def test_a_missing_tensor_is_refused_and_named(tmp_path):

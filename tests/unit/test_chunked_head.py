@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import BertConfig, BertLMHeadModel, CohereConfig, CohereForCausalLM
 
 from ds_trainer.errors import ModelError
-from ds_trainer.loss import CausalLMLoss, ChunkedCausalLMLoss, with_logits
+from ds_trainer.loss import CausalLMLoss, ChunkedCausalLMLoss, CrossEntropy, with_logits
 from ds_trainer.models.chunked_head import chunk_head
 from tests.helpers.checkpoints import VOCAB, make_model
 from tests.helpers.runs import D8, collate
@@ -58,7 +58,7 @@ def run(model, loss, batch):
 
 def chunked(model, smoothing=0.0):
     """A deep copy, as an average of the weights over time keeps one, which must not run the original's parameters."""
-    chunk_head(model, CHUNK, smoothing)
+    chunk_head(model, CHUNK, CrossEntropy(smoothing))
     twin = copy.deepcopy(model)
     for parameter in model.parameters():
         parameter.data.fill_(torch.nan)
@@ -69,9 +69,9 @@ def chunked(model, smoothing=0.0):
 @pytest.mark.parametrize("kind", MODELS)
 def test_loss_and_every_gradient_are_those_of_whole_logits(kind, smoothing):
     batch = collate(D8)
-    expected, whole_rows, gradients = run(MODELS[kind]().train(), CausalLMLoss(smoothing), batch)
+    expected, whole_rows, gradients = run(MODELS[kind]().train(), CausalLMLoss(CrossEntropy(smoothing)), batch)
     got, rows, chunked_gradients = run(
-        chunked(MODELS[kind]().train(), smoothing), ChunkedCausalLMLoss(smoothing), batch
+        chunked(MODELS[kind]().train(), smoothing), ChunkedCausalLMLoss(CrossEntropy(smoothing)), batch
     )
     torch.testing.assert_close(got, expected, rtol=1e-6, atol=0)
     for name, gradient in gradients.items():
@@ -83,7 +83,7 @@ def test_loss_and_every_gradient_are_those_of_whole_logits(kind, smoothing):
 def test_a_batch_without_labels_costs_one_empty_chunk_and_gives_every_parameter_a_gradient_of_zero():
     batch = collate(D8)
     batch["labels"][:] = -100
-    got, rows, gradients = run(chunked(MODELS["untied"]()), ChunkedCausalLMLoss(), batch)
+    got, rows, gradients = run(chunked(MODELS["untied"]()), ChunkedCausalLMLoss(CrossEntropy()), batch)
     assert (got.item(), rows) == (0.0, 0)
     assert all(gradient is not None and not gradient.any() for gradient in gradients.values())
 
@@ -91,18 +91,18 @@ def test_a_batch_without_labels_costs_one_empty_chunk_and_gives_every_parameter_
 def test_low_precision_logits_are_summed_in_fp32():
     batch = collate(D8)
     with torch.autocast("cpu", torch.bfloat16):
-        got, *_ = run(chunked(MODELS["untied"]()), ChunkedCausalLMLoss(), batch)
-        expected, *_ = run(MODELS["untied"](), CausalLMLoss(), batch)
+        got, *_ = run(chunked(MODELS["untied"]()), ChunkedCausalLMLoss(CrossEntropy()), batch)
+        expected, *_ = run(MODELS["untied"](), CausalLMLoss(CrossEntropy()), batch)
     assert got.dtype == torch.float32
     torch.testing.assert_close(got, expected, rtol=1e-6, atol=0)
 
 
 def test_whole_logits_and_generation_stay_the_class_s_own():
     model, batch = MODELS["tied"]().eval(), collate(D8)
-    chunk_head(model, CHUNK, 0.0)
-    loss = with_logits(ChunkedCausalLMLoss(0.1))
+    chunk_head(model, CHUNK, CrossEntropy())
+    loss = with_logits(ChunkedCausalLMLoss(CrossEntropy(0.1)))
     assert model(**loss.inputs(batch)).logits.shape == (*batch["labels"].shape, VOCAB)
-    assert loss.label_smoothing == 0.1
+    assert loss.cross_entropy.label_smoothing == 0.1
     own = MODELS["tied"]().eval().generate(torch.tensor([[3, 4, 5]]), max_new_tokens=4)
     assert torch.equal(model.generate(torch.tensor([[3, 4, 5]]), max_new_tokens=4), own)
 
@@ -110,4 +110,4 @@ def test_whole_logits_and_generation_stay_the_class_s_own():
 def test_a_head_of_several_layers_is_refused():
     model = BertLMHeadModel(BertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=4, is_decoder=True))
     with pytest.raises(ModelError, match="beside its body and its head: cls.predictions.transform.dense.weight"):
-        chunk_head(model, CHUNK, 0.0)
+        chunk_head(model, CHUNK, CrossEntropy())

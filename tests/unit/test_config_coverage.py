@@ -21,6 +21,10 @@ NVME = {"device": "nvme", "nvme_path": "/n", "buffer_count": 12}
 # The run in which a key has a part, by the key's longest prefix.
 CONTEXTS = {
     "": {},
+    "parallel.tp": {"batch": {"global_size": 8}},
+    "parallel.tp_plan": {"parallel": {"tp": 2}},
+    "parallel.sequence_parallel": {"parallel": {"tp": 2}},
+    "parallel.keep_gathered_input": {"parallel": {"tp": 2, "sequence_parallel": True}},
     "zero.offload_optimizer": {"zero": {"stage": 3, "offload_optimizer": NVME}},
     "zero.offload_optimizer.device": {},
     "zero.offload_optimizer.ratio": {
@@ -72,7 +76,22 @@ def candidates(annotation):
     """Values that a field of this type may take; the schema says which it does."""
     literals = [item for item in get_args(annotation) if isinstance(item, str | int)]
     nested = [item for part in get_args(annotation) if get_args(part) for item in candidates(part)]
-    return [*literals, *nested, True, False, 2, 4, 16, 0.5, 0.25, [0.5, 0.6], "7GB", ["wandb"], {"dump_state": True}]
+    return [
+        *literals,
+        *nested,
+        True,
+        False,
+        2,
+        4,
+        16,
+        0.5,
+        0.25,
+        [0.5, 0.6],
+        "7GB",
+        ["wandb"],
+        {"dump_state": True},
+        {"*": "replicate"},
+    ]
 
 
 def of_column(column):

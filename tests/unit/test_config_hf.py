@@ -27,7 +27,7 @@ from ds_trainer.config.resolved import Machine
 from ds_trainer.errors import ConfigError, ConfigErrors
 from ds_trainer.ingredients import config_of_arguments
 from ds_trainer.optim import lr_factor
-from tests.test_configs_shipped import FOLDER, MACHINES, SHIPPED, TABLE
+from tests.test_configs_shipped import FOLDER, MACHINES, TABLE, WITHOUT_TP
 
 CPU = Machine(2, "cpu", ("fp32",), "a CPU")
 GPU = Machine(2, "cuda", ("fp32", "bf16", "fp16"), "a GPU")
@@ -382,7 +382,7 @@ def test_every_key_of_a_run_has_an_argument_or_a_reason():
         assert said or reason(key) in UNSAID
 
 
-@pytest.mark.parametrize("name", SHIPPED)
+@pytest.mark.parametrize("name", WITHOUT_TP)
 def test_a_shipped_config_survives_the_way_there_and_back(arguments, name):
     ranks = int(next(row[1] for row in TABLE if row[0].startswith(f"[{name}]")))
     machine, on_gpus = MACHINES[Path(name).parent.name](ranks), []
@@ -489,6 +489,18 @@ def test_what_transformers_does_not_run_on_a_cpu_is_refused_in_words_and_runs_on
         to_hf(run(**sections))
     assert f"set {key}" in caught.value.errors[0].change and "--device cuda" in caught.value.errors[0].change
     to_hf(run(GPU, **sections))
+
+
+def test_tensor_parallelism_is_refused_since_theirs_is_another():
+    with pytest.raises(ConfigErrors, match="parallel.tp is 2, for transformers' Trainer"):
+        to_hf(run(GPU, parallel={"tp": 2, "engine": "ddp"}))
+
+
+@pytest.mark.parametrize("fields", [{"tp_size": 2}, {"parallelism_config": {"tp_size": 2}}], ids=str)
+def test_a_tensor_parallel_size_is_carried(fields):
+    found, flat = imported(**fields)
+    assert flat["parallel.tp"] == 2 and [line.fate for line in found.lines if "parallel.tp" in line.ours] == ["carried"]
+    assert "parallel.tp" not in imported(tp_size=1)[1]
 
 
 def test_bf16_on_a_cpu_is_for_ddp(arguments):

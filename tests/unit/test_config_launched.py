@@ -33,6 +33,11 @@ def test_what_accelerate_says_by_default_or_as_the_json_does_is_fine(environ):
     assert check(environ) == []
 
 
+def test_a_tensor_parallel_size_that_agrees_is_fine():
+    four = Machine(4, "cuda", ("fp32", "bf16"), "computes in bf16")
+    assert check(PLAIN | {"PARALLELISM_CONFIG_TP_SIZE": "2"}, RUN | {"parallel": {"tp": 2}}, four) == []
+
+
 def test_auto_asks_for_nothing():
     assert check(DEEPSPEED | {"ACCELERATE_GRADIENT_CLIPPING": "auto"}) == []
 
@@ -65,7 +70,7 @@ CONTRADICTIONS = {
     "CPU": ({"ACCELERATE_USE_CPU": "True"}, "run.device", "use_cpu"),
     "compiling": ({"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, "model.compile: set it to true", "dynamo_backend"),
     "another compiler": ({"ACCELERATE_DYNAMO_BACKEND": "EAGER"}, "model.compile", "dynamo_backend"),
-    "tensor parallelism": ({"PARALLELISM_CONFIG_TP_SIZE": "2"}, "", "parallelism_config_tp_size"),
+    "tensor parallelism": ({"PARALLELISM_CONFIG_TP_SIZE": "2"}, "parallel.tp", "parallelism_config_tp_size"),
     "Megatron-LM": ({"ACCELERATE_USE_MEGATRON_LM": "true"}, "", "MEGATRON_LM"),
     "a DeepSpeed JSON": (
         {"ACCELERATE_DEEPSPEED_CONFIG_FILE": "ds.json"},

@@ -22,7 +22,7 @@ from tests.helpers.foreign_configs import (
     ACCELERATE_FSDP1,
     HF_ZERO3,
 )
-from tests.test_configs_shipped import SHIPPED, resolved
+from tests.test_configs_shipped import WITHOUT_TP, resolved
 
 
 def imported(text, folder=Path()):
@@ -214,8 +214,14 @@ def test_what_an_fsdp_file_leaves_out_is_as_accelerate_has_it():
         (
             {"distributed_type": "FSDP", "parallelism_config": {"parallelism_config_tp_size": 2}},
             "parallelism_config.parallelism_config_tp_size",
+            "carried",
+            "cuts the layers",
+        ),
+        (
+            {"distributed_type": "FSDP", "parallelism_config": {"parallelism_config_cp_size": 2}},
+            "parallelism_config.parallelism_config_cp_size",
             "dropped",
-            "data parallelism",
+            "data and tensor parallelism only",
         ),
         ({"distributed_type": "NO", "dynamo_backend": "EAGER"}, "dynamo_backend", "changed", "inductor"),
         ({"distributed_type": "NO", "num_processes": 8}, "num_processes", "dropped", "torchrun"),
@@ -310,7 +316,7 @@ NO_WORD = {
 """Key and value that the YAML says less exactly -> what it says."""
 
 
-@pytest.mark.parametrize("name", SHIPPED)
+@pytest.mark.parametrize("name", WITHOUT_TP)
 def test_a_shipped_config_comes_back_from_accelerates_yaml(name):
     run = resolved(name)
     found = imported(yaml.safe_dump(to_accelerate_yaml(run)))

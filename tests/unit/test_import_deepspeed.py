@@ -4,20 +4,21 @@ import hjson
 import pytest
 import torch
 from deepspeed.runtime import lr_schedules
+from deepspeed.runtime.tensor_parallel.config import TPTrainingConfig
 
 from ds_trainer.config.backend import backend
 from ds_trainer.config.coverage import coverage
 from ds_trainer.config.deepspeed.from_deepspeed import from_deepspeed
 from ds_trainer.config.deepspeed.to_deepspeed import to_deepspeed
 from ds_trainer.config.io import load_config
-from ds_trainer.config.keys import flatten, leaf_fields, value
+from ds_trainer.config.keys import assign, flatten, leaf_fields, value
 from ds_trainer.config.resolve import resolve
 from ds_trainer.config.resolved import Machine
 from ds_trainer.errors import ConfigError
 from ds_trainer.optim import lr_factor
 from tests.helpers.deepspeed_reads import accept
 from tests.helpers.foreign_configs import DEEPSPEED_FILES
-from tests.test_configs_shipped import SHIPPED, resolved
+from tests.test_configs_shipped import WITHOUT_TP, resolved
 
 GPU = Machine(2, "cuda", ("fp32", "bf16", "fp16"), "a GPU")
 
@@ -294,7 +295,7 @@ def test_the_schedule_is_deepspeeds_but_for_the_step_that_is_reported(kind, para
     assert "one step later" in line(native, "scheduler.type").note
 
 
-ON_DEEPSPEED = [name for name in SHIPPED if "ddp" not in name and "fsdp2" not in name and "accelerate" not in name]
+ON_DEEPSPEED = [name for name in WITHOUT_TP if "ddp" not in name and "fsdp2" not in name and "accelerate" not in name]
 MAPPED = [key for key in leaf_fields() if coverage(key, "deepspeed").status == "mapped"]
 
 
@@ -308,6 +309,45 @@ def test_a_shipped_config_comes_back_from_deepspeeds_json(name):
     assert backend(run.config) == "deepspeed"
     back = resolve_tree(imported(to_deepspeed(run)), run.machine)
     assert values(back) == values(run)
+
+
+AUTO_TP = [
+    ("autotp_size", 2, "carried", "plan of the model's type"),
+    ("autotp_size", 1, "carried", "off here too"),
+    ("tp_overlap_comm", True, "carried", "weight gradients"),
+    ("tp_overlap_comm", False, "changed", "weight gradients"),
+    ("vocab_parallel_lm_head", True, "carried", "over the vocabulary"),
+    ("vocab_parallel_ce_backend", "liger", "changed", "ds_trainer's own"),
+    ("partition_config.use_default_specs", False, "dropped", "parallel.tp_plan"),
+    ("preset_model", "llama", "dropped", "parallel.tp_plan"),
+    ("dtype", "bf16", "dropped", "precision.dtype"),
+    ("tp.tp_size", 2, "dropped", "nothing is lost"),
+    ("keep_module_on_host", True, "dropped", "only its slices"),
+    ("kernel_inject", True, "dropped", "inference"),
+]
+
+
+@pytest.mark.parametrize("name, item, fate, part", AUTO_TP)
+def test_every_key_of_autotp_is_reported(name, item, fate, part):
+    native = {}
+    assign(native, f"tensor_parallel.{name}", item)
+    found = line(native, f"tensor_parallel.{name}")
+    assert found.fate == fate and part in found.note
+    assert found.ours == (("parallel.tp",) if (name, item) == ("autotp_size", 2) else ())
+    load_config(imported(native).tree)
+
+
+def test_the_keys_of_autotp_are_those_of_the_installed_deepspeed():
+    known = {name.partition(".")[0] for name, *_ in AUTO_TP}
+    fields = TPTrainingConfig.model_fields.items()
+    assert {field.alias or name for name, field in fields} - known == {"injection_policy_tuple"}
+
+
+def test_autotp_goes_there_and_back_in_a_standalone_json():
+    run = resolve(*load_config({"parallel": {"tp": 2}, "schedule": {"name": "constant"}}), GPU)
+    assert "tensor_parallel" not in to_deepspeed(run), "DeepSpeed would cut layers that are cut already"
+    back = resolve_tree(imported(to_deepspeed(run, standalone=True)))
+    assert (back.config.parallel.tp, back.data_ranks) == (2, run.data_ranks)
 
 
 FORMATS = [("fp32", None), ("bf16", "bf16"), ("bf16", None), ("fp16", "fp16")]

@@ -6,7 +6,7 @@ from torch.nn.functional import cross_entropy
 
 from ds_trainer.config.schema import LossConfig
 from ds_trainer.errors import ConfigError
-from ds_trainer.loss import CausalLMLoss, ModelOwnLoss, UserLoss, make_loss, shifted_labels
+from ds_trainer.loss import CausalLMLoss, CrossEntropy, ModelOwnLoss, UserLoss, make_loss, shifted_labels
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def test_labels_are_held_against_the_logits_one_position_before():
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_the_sum_counts_each_predicted_label_once(batch, outputs, smoothing):
-    loss = CausalLMLoss(smoothing)
+    loss = CausalLMLoss(CrossEntropy(smoothing))
     assert loss.num_tokens(batch) == 3, "nothing predicts the first label of a row"
     torch.testing.assert_close(loss.loss_sum(outputs, batch, step_tokens=99), by_hand(outputs, smoothing))
     assert loss.inputs(batch).keys() == {"input_ids"}
@@ -45,7 +45,7 @@ def test_the_sum_counts_each_predicted_label_once(batch, outputs, smoothing):
 def test_a_batch_without_labels_sums_to_zero_and_keeps_its_graph(batch, outputs):
     outputs["logits"].requires_grad_()
     batch["labels"] = torch.full_like(batch["labels"], -100)
-    loss = CausalLMLoss()
+    loss = CausalLMLoss(CrossEntropy())
     assert loss.num_tokens(batch) == 0
     total = loss.loss_sum(outputs, batch, step_tokens=5)
     total.backward()
@@ -54,7 +54,7 @@ def test_a_batch_without_labels_sums_to_zero_and_keeps_its_graph(batch, outputs)
 
 def test_the_loss_of_low_precision_logits_is_computed_in_fp32(batch, outputs):
     low = {"logits": outputs["logits"].bfloat16()}
-    got = CausalLMLoss().loss_sum(low, batch, step_tokens=3)
+    got = CausalLMLoss(CrossEntropy()).loss_sum(low, batch, step_tokens=3)
     assert got.dtype == torch.float32
     torch.testing.assert_close(got, by_hand({"logits": low["logits"].float()}))
 
@@ -96,17 +96,16 @@ def test_a_users_function_gets_the_tokens_of_the_whole_step(batch, outputs):
         logits = outputs["logits"][:, :-1].flatten(0, 1)
         return cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum") / num_items_in_batch
 
-    loss = UserLoss(function, counts_like=CausalLMLoss())
+    loss = UserLoss(function, counts_like=CausalLMLoss(CrossEntropy()))
     assert loss.num_tokens(batch) == 3
     assert loss.inputs(batch).keys() == {"input_ids"}
     torch.testing.assert_close(loss.loss_sum(outputs, batch, step_tokens=12), by_hand(outputs))
 
 
 def test_the_loss_of_a_run_follows_from_its_model_and_its_function():
-    assert isinstance(make_loss("LlamaForCausalLM", True, LossConfig(), None), CausalLMLoss)
-    assert make_loss("LlamaForCausalLM", True, LossConfig(label_smoothing=0.1), None).label_smoothing == 0.1
-    assert isinstance(make_loss("BertForMaskedLM", False, LossConfig(), None), ModelOwnLoss)
-    assert isinstance(make_loss("BertForMaskedLM", False, LossConfig(), max), UserLoss)
+    assert isinstance(make_loss("LlamaForCausalLM", True, LossConfig(), None, CrossEntropy()), CausalLMLoss)
+    assert isinstance(make_loss("BertForMaskedLM", False, LossConfig(), None, CrossEntropy()), ModelOwnLoss)
+    assert isinstance(make_loss("BertForMaskedLM", False, LossConfig(), max, CrossEntropy()), UserLoss)
 
 
 @pytest.mark.parametrize(("causal", "function", "whose"), [(False, None, "BertForMaskedLM"), (True, max, "Trainer")])
@@ -114,4 +113,4 @@ def test_the_loss_of_a_run_follows_from_its_model_and_its_function():
 def test_keys_of_a_loss_that_is_not_ours_are_refused(causal, function, whose, key):
     ((name, value),) = key.items()
     with pytest.raises(ConfigError, match=f"loss.{name} is {value} and .*{whose}"):
-        make_loss("BertForMaskedLM", causal, LossConfig(**key), function)
+        make_loss("BertForMaskedLM", causal, LossConfig(**key), function, CrossEntropy())

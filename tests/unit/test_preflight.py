@@ -4,7 +4,7 @@ from collections import namedtuple
 
 import pytest
 
-from ds_trainer.config.resolved import Machine, ResolvedConfig
+from ds_trainer.config.resolved import Machine, ModelSize, ResolvedConfig
 from ds_trainer.config.schema import RunConfig
 from ds_trainer.errors import MachineError
 from ds_trainer.mesh import preflight
@@ -14,14 +14,15 @@ from ds_trainer.mesh.host_memory import cgroup_available_bytes
 Usage = namedtuple("Usage", "total used free")
 
 
-def resolved(tmp_path, stage=3, dtype="fp32", device="cpu", ranks=2, bucket=1000, **zero):
+def resolved(tmp_path, stage=3, dtype="fp32", device="cpu", ranks=2, bucket=1000, elements=1000, **zero):
     config = {
         "zero": {"stage": stage, "reduce_bucket_size": bucket, "overlap_comm": False, **zero},
         "precision": {"dtype": dtype, "grad_dtype": "fp32", "communication_data_type": "fp32"},
         "batch": {"accumulation": 1},
         "run": {"output_dir": str(tmp_path / "out")},
     }
-    return ResolvedConfig(RunConfig.model_validate(config), Machine(ranks, device), ranks, "deepspeed_cpu")
+    machine = Machine(ranks, device)
+    return ResolvedConfig(RunConfig.model_validate(config), machine, ranks, "deepspeed_cpu", ModelSize(elements))
 
 
 def on_nvme(path):
@@ -42,7 +43,7 @@ def free_disk(monkeypatch):
 
 @pytest.mark.case("E5")
 def test_too_little_host_memory_names_what_is_needed_and_what_is_free(tmp_path, free_memory):
-    run = resolved(tmp_path, stage=2, offload_optimizer={"device": "cpu"})
+    run = resolved(tmp_path, stage=2, elements=200_000_000, offload_optimizer={"device": "cpu"})
     free_memory(1_500_000_000)
     with pytest.raises(MachineError, match=r"needs about 5\.6 GB of host memory, 1\.5 GB free \(a limit\)") as error:
         preflight.check_machine(run, 200_000_000, Grid(2, 0, 0, 2))
@@ -55,7 +56,7 @@ def test_too_little_host_memory_names_what_is_needed_and_what_is_free(tmp_path, 
 def test_with_a_gpu_only_what_is_offloaded_counts_as_host_memory(tmp_path):
     def size(**zero):
         run = resolved(tmp_path, stage=3, device="cuda", **zero)
-        return sum(part.size for part in preflight.host_parts(run, 1000))
+        return sum(part.size for part in preflight.host_parts(run))
 
     assert size() == 0
     assert size(offload_optimizer={"device": "cpu"}) == 1000 * (4 + 8 + 4 + 4) / 2
@@ -71,7 +72,7 @@ def test_buckets_and_swap_buffers_are_counted(tmp_path):
         offload_optimizer=on_nvme(tmp_path),
         offload_param={**on_nvme(tmp_path), "buffer_count": 5, "buffer_size": 20},
     )
-    sizes = {part.name: part.size for part in preflight.host_parts(run, 1000)}
+    sizes = {part.name: part.size for part in preflight.host_parts(run)}
     assert sizes["reduce buckets"] == 7000 * 4
     assert sizes["prefetched parameters"] == 50 * 4
     assert sizes["optimizer swap buffers"] == 4 * 300 * 4
@@ -82,7 +83,7 @@ def test_buckets_and_swap_buffers_are_counted(tmp_path):
 def test_swap_files_that_do_not_fit_are_refused(tmp_path, free_disk, free_memory):
     drive = tmp_path / "drive"
     free_memory(10**12)
-    run = resolved(tmp_path, offload_optimizer=on_nvme(drive), offload_param=on_nvme(drive))
+    run = resolved(tmp_path, elements=10**8, offload_optimizer=on_nvme(drive), offload_param=on_nvme(drive))
     # Masters, moments, gradients and parameters: 20 bytes over 2 ranks, both on this machine.
     free_disk(20 * 10**8 - 1)
     with pytest.raises(MachineError, match=r"swap files of 2 rank\(s\): needs about 2\.0 GB"):

@@ -1,8 +1,10 @@
 """What another thread is doing, read off its stack."""
 
 import contextlib
+import gc
 import sys
 import threading
+import weakref
 
 import pytest
 
@@ -37,6 +39,32 @@ def test_of_a_thread_that_has_ended_the_main_thread_is_looked_at():
     thread.start()
     thread.join()
     assert stacks.frame_of(thread.ident).f_back is sys._getframe()
+
+
+def test_a_look_at_a_thread_keeps_nothing_of_it_alive():
+    class Logits:
+        """What a step has in a local variable."""
+
+    alive = []
+    ready, stop = threading.Event(), threading.Event()
+
+    def step():
+        logits = Logits()
+        alive.append(weakref.ref(logits))
+        ready.set()
+        stop.wait()
+
+    thread = threading.Thread(target=step)
+    thread.start()
+    ready.wait()
+    gc.disable()
+    try:
+        assert "in step" in stacks.stack_text(stacks.frame_of(thread.ident))
+        stop.set()
+        thread.join()
+        assert alive[0]() is None
+    finally:
+        gc.enable()
 
 
 def frame_in(filename):

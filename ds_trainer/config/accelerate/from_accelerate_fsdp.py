@@ -74,9 +74,11 @@ def carry_parallelism(found: Imported, key: str, item: Any) -> None:
     if name in ours:
         found.carry(key, item, {ours[name]: item})
     elif name.endswith("_size") and item == 1:
-        found.carry(key, item, {}, "there is no such parallelism here")
+        found.carry(key, item, {}, "there is none here either")
+    elif name == "tp_size":
+        found.carry(key, item, {"parallel.tp": item}, "ds_trainer cuts the layers, on the engine itself")
     else:
-        found.drop(key, item, "ds_trainer has data parallelism only; put its ranks into parallel.dp_shard")
+        found.drop(key, item, "there is data and tensor parallelism only; put its ranks into parallel.dp_shard")
 
 
 def keep_fsdp_defaults(found: Imported, native: Mapping[str, Any]) -> None:

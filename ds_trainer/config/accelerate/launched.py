@@ -22,6 +22,7 @@ _SAME = {
     "ACCELERATE_MIXED_PRECISION": ("mixed_precision", "precision.dtype"),
     "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": ("gradient_accumulation_steps", "batch.accumulation"),
     "ACCELERATE_GRADIENT_CLIPPING": ("gradient_clipping", "optimizer.max_grad_norm"),
+    "PARALLELISM_CONFIG_TP_SIZE": ("parallelism_config_tp_size", "parallel.tp"),
 }
 """Variable -> accelerate's option, and the key that must be equal."""
 
@@ -65,7 +66,6 @@ _NO_KEY = {
     "FSDP_IGNORED_MODULES": ("fsdp_ignored_modules", _OURS_ALONE),
     "PARALLELISM_CONFIG_CP_SIZE": ("parallelism_config_cp_size", _OURS_ALONE),
     "PARALLELISM_CONFIG_SP_SIZE": ("parallelism_config_sp_size", _OURS_ALONE),
-    "PARALLELISM_CONFIG_TP_SIZE": ("parallelism_config_tp_size", _OURS_ALONE),
 }
 """Variable that no key stands for -> accelerate's option, and what to do instead."""
 

@@ -67,6 +67,24 @@ _ANYWAY = {
 }
 """Key -> the value that says what happens here in any case, and what that is."""
 
+_LAYERS = "tensor_parallel."
+_BY_PLAN = "which layers are cut, and how, is said by the plan of the model's type, or by parallel.tp_plan"
+_AUTO_TP: dict[str, tuple[Any, str]] = {
+    "tp_overlap_comm": (True, "weight gradients are computed while input gradients are summed"),
+    "vocab_parallel_lm_head": (True, "head and loss are cut over the vocabulary wherever the plan cuts the head"),
+    "vocab_parallel_ce_backend": ("torch", "cross entropy is ds_trainer's own"),
+}
+"""Key of AutoTP -> the value that says what happens here in any case, and what that is."""
+
+_AUTO_TP_GONE = {
+    "dtype": "the number format is precision.dtype",
+    "keep_module_on_host": "each rank reads only its slices of the weights",
+    **dict.fromkeys(("partition_config", "preset_model", "injection_policy_tuple"), _BY_PLAN),
+    **dict.fromkeys(("tp", "tensor_parallel"), "DeepSpeed does not read it in training: nothing is lost"),
+    **dict.fromkeys(("kernel_inject", "replace_with_kernel_inject"), "it belongs to inference"),
+}
+"""Key of AutoTP, or section in it -> why it is left out."""
+
 _OURS = unified_keys() | OPTIMIZER_KEYS
 _FORMATS = ("bf16", "fp16", "torch_autocast", "amp")
 
@@ -206,6 +224,8 @@ def _carry(found: Imported, flat: Native, key: str, item: Any) -> None:
         carry_scheduler(found, flat, key, item)
     elif section in _FORMATS and key != section:
         _carry_format(found, flat, key, item)
+    elif key.startswith(_LAYERS):
+        _carry_auto_tp(found, key, item)
     elif ours.startswith("zero."):
         _carry_zero(found, flat, key, item)
     elif ours.endswith(("_dtype", "_data_type")):
@@ -240,6 +260,18 @@ def _carry_raw(found: Imported, key: str, item: Any) -> None:
         found.drop(key, item, f"{error.rule}; {error.change}")
     else:
         found.carry(key, item, {f"native.deepspeed.{key}": item}, "handed to DeepSpeed as it is")
+
+
+def _carry_auto_tp(found: Imported, key: str, item: Any) -> None:
+    name = key.removeprefix(_LAYERS)
+    if name == "autotp_size":
+        is_off = item in (0, 1)
+        found.carry(key, item, {} if is_off else {"parallel.tp": item}, "off here too" if is_off else _BY_PLAN)
+    elif name in _AUTO_TP:
+        here, note = _AUTO_TP[name]
+        found.carry(key, item, {}, note, changed=item != here)
+    else:
+        found.drop(key, item, _AUTO_TP_GONE.get(name.partition(".")[0], _BY_PLAN))
 
 
 def _carry_format(found: Imported, flat: Native, key: str, item: Any) -> None:

@@ -39,7 +39,7 @@ REFUSED = {
     "checkpoint": (_OWN_CHECKPOINTS, "remove it"),
     "datastates_ckpt": (_OWN_CHECKPOINTS, "remove it"),
     "pipeline": (_LAYOUT, "remove it"),
-    "tensor_parallel": (_LAYOUT, "remove it"),
+    "tensor_parallel": ("ds_trainer cuts the layers itself, on every engine", "set parallel.tp"),
     "expert_parallel": (_LAYOUT, "remove it"),
     "use_data_before_expert_parallelism": (_LAYOUT, "remove it"),
     "autotuning": ("it belongs to the `deepspeed --autotuning` launcher", "remove it"),

@@ -24,7 +24,8 @@ def to_deepspeed(resolved: ResolvedConfig, standalone: bool = False) -> dict[str
 
     Args:
         resolved: The run.
-        standalone: Add the `optimizer` and `scheduler` sections, for use outside ds_trainer.
+        standalone: Add the `optimizer` and `scheduler` sections and DeepSpeed's own tensor parallelism, for use outside
+            ds_trainer.
 
     Raises:
         ConfigErrors: `native.deepspeed` contradicts the unified part, or `standalone` asks for a schedule that
@@ -49,6 +50,8 @@ def to_deepspeed(resolved: ResolvedConfig, standalone: bool = False) -> dict[str
         native["aio"] = config.zero.aio.model_dump()
     if standalone:
         native |= _optimizer_sections(config)
+        if config.parallel.tp > 1:
+            native["tensor_parallel"] = {"autotp_size": config.parallel.tp}
     return _merge(native, resolved)
 
 
@@ -66,7 +69,22 @@ def standalone_notes(config: RunConfig) -> list[str]:
         notes.append("optimizer.weight_decay: hand DeepSpeed parameter groups, or it decays norms and biases too")
     if config.schedule.name != "constant" or config.schedule.warmup_steps:
         notes.append("schedule: DeepSpeed's own runs one step behind")
+    if config.parallel.tp > 1:
+        notes.append(
+            "parallel.tp: written as DeepSpeed's AutoTP, which finds the layers itself and cuts a model that every "
+            "rank has in host memory; parallel.tp_plan and parallel.sequence_parallel are lost"
+        )
     return notes
+
+
+def native_notes(config: RunConfig) -> list[str]:
+    """What the JSON that ds_trainer hands to DeepSpeed leaves to other arguments, one line each."""
+    if config.parallel.tp == 1:
+        return []
+    return [
+        f"parallel.tp {config.parallel.tp}: ds_trainer cuts the layers and tells DeepSpeed so by an mpu, for which "
+        "there is no key; for DeepSpeed alone use --standalone"
+    ]
 
 
 def _precision(config: RunConfig) -> dict[str, Any]:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from ds_trainer.config.deepspeed.zero_keys import IGNORED_BY_BF16_OPTIMIZER, STAGES, uses_bf16_optimizer
-from ds_trainer.config.resolved import Machine
+from ds_trainer.config.resolved import Machine, ModelSize
 from ds_trainer.config.schema import ZeroConfig
 from ds_trainer.errors import ConfigError
 
@@ -28,21 +27,6 @@ _PARAM_BUFFER = 100_000_000
 _PARAM_BUFFER_COUNT = 5
 
 
-@dataclass(frozen=True)
-class ModelSize:
-    """What buffer sizes depend on; each None where it is not known.
-
-    Args:
-        num_parameters: Elements of the model.
-        largest_parameter: Elements of its largest parameter.
-        hidden_size: Width of the residual stream.
-    """
-
-    num_parameters: int | None = None
-    largest_parameter: int | None = None
-    hidden_size: int | None = None
-
-
 def check_parameter_buffer(
     zero: ZeroConfig, origins: Mapping[str, str], machine: Machine, size: ModelSize
 ) -> list[ConfigError]:
@@ -58,7 +42,7 @@ def check_parameter_buffer(
             f"zero.offload_param.buffer_size is {part.buffer_size} "
             f"({origins.get('zero.offload_param.buffer_size', 'default')}), and the largest parameter has {largest} "
             "elements",
-            f"a buffer holds one rank's part of any parameter: {needed} elements on {machine.world} ranks",
+            f"a buffer holds one rank's part of any parameter: {needed} elements on {machine.world} data ranks",
             f"remove zero.offload_param.buffer_size, or set it to {needed} or more",
         )
     ]
@@ -73,7 +57,7 @@ def derive_zero(
         zero: The section.
         dtypes: Formats of the backward pass and of accumulation.
         origins: Dotted key -> the place that set it.
-        machine: Ranks and device.
+        machine: Data ranks and device.
         size: The model's size.
     """
     derived: Derived = {}
@@ -113,7 +97,7 @@ def _clamped(zero: ZeroConfig, name: str, origins: Mapping[str, str], elements: 
     most = None if elements is None else elements + bool(odd)
     if most is not None and size > most:
         said = "" if asked is None else f"{origins.get(f'zero.{name}', 'default')} says {asked}; "
-        return most, f"{said}no more than the model's {elements} elements"
+        return most, f"{said}no more than there are: {elements} elements"
     if asked is not None:
         return None
     return constant, "DeepSpeed's own" + ("; the model's size is not known" if elements is None else "")
@@ -143,7 +127,7 @@ def _nvme_parameters(zero: ZeroConfig, machine: Machine, size: ModelSize) -> Der
     if part.buffer_size is None:
         largest = size.largest_parameter
         derived["zero.offload_param.buffer_size"] = (
-            (-(-largest // machine.world), f"the largest parameter, {largest} elements, over {machine.world} ranks")
+            (-(-largest // machine.world), f"the largest parameter, {largest} elements, on {machine.world} data ranks")
             if largest
             else (_PARAM_BUFFER, "DeepSpeed's own; the model is not known")
         )

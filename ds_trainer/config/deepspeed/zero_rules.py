@@ -47,7 +47,7 @@ def no_effect_of_zero(config: RunConfig, origins: Mapping[str, str], machine: Ma
 
 
 def check_zero_machine(config: RunConfig, asked: Asked, machine: Machine) -> Iterator[ConfigError]:
-    """Every fault of ZeRO++ that shows once the kind of device and the number of ranks are known."""
+    """Every fault of ZeRO++ that shows once the kind of device and the number of data ranks are known."""
     for name in ("zero_quantized_weights", "zero_quantized_gradients"):
         if getattr(config.zero, name) and machine.device == "cpu":
             yield ConfigError(
@@ -56,8 +56,8 @@ def check_zero_machine(config: RunConfig, asked: Asked, machine: Machine) -> Ite
     size = config.zero.zero_hpz_partition_size
     if machine.world % size:
         yield ConfigError(
-            f"{asked.says('zero.zero_hpz_partition_size')} with {machine.world} ranks",
-            "the secondary partition divides the ranks evenly",
+            f"{asked.says('zero.zero_hpz_partition_size')} with {machine.world} data ranks",
+            "the secondary partition divides the data ranks evenly",
             f"set zero.zero_hpz_partition_size to a divisor of {machine.world}",
         )
 

@@ -35,6 +35,7 @@ _WITH_OTHERS = {
 """Fields with a key of their own whose value depends on other fields."""
 
 _DEEPSPEED = "deepspeed: "
+_TP_SIZE = "tp_size"
 
 
 def from_hf(arguments: Mapping[str, Any], steps_per_epoch: int | None = None, folder: Path = Path()) -> Imported:
@@ -96,7 +97,10 @@ def _carry_same(given: HFImport, engine: str) -> None:
 def _report_the_rest(given: HFImport) -> None:
     for name in given.asked:
         field = FIELDS.get(name)
-        if field is None:
+        if name == _TP_SIZE:
+            size = given.asked[name]
+            given.carry(name, {} if size in (0, 1) else {"parallel.tp": size}, "a field of transformers 4")
+        elif field is None:
             close = get_close_matches(name, [*FIELDS, *RENAMED], n=1)
             meant = f"; did you mean {close[0]}?" if close else ""
             given.drop(name, f"unknown: TrainingArguments of transformers 5.24 has no such field{meant}")

@@ -15,12 +15,15 @@ _BY_CALLBACK = "add transformers.EarlyStoppingCallback to its callbacks"
 _BY_HOOK = "call register_comm_hook on the wrapped model"
 _BY_RESIZE = "call model.resize_token_embeddings"
 
+_TENSOR_PARALLEL = tuple(f"parallel.{name}" for name in ("tp", "tp_plan", "sequence_parallel", "keep_gathered_input"))
+
 UNSAID = {
     "data": "it is handed tokenised data sets and a collator",
     "model.resize_embeddings": _BY_RESIZE,
     "model.pad_embeddings_to_multiple_of": _BY_RESIZE,
     "model.allow_pickle": "from_pretrained reads pickled weights without asking",
     "parallel.dp_replicate": "pass TrainingArguments(parallelism_config=...)",
+    **dict.fromkeys(_TENSOR_PARALLEL, "its tensor parallelism is another, and cannot save the optimizer's state"),
     "fsdp.buffer_dtype": _NOTHING,
     "fsdp.pin_memory": "accelerate's own choice applies",
     "fsdp.prefetch_depth": _NOTHING,

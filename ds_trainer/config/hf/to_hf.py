@@ -15,7 +15,7 @@ from typing import Any
 from ds_trainer.config.backend import backend
 from ds_trainer.config.deepspeed.to_deepspeed import gathering_on_save, to_deepspeed
 from ds_trainer.config.hf.hf_keys import SAME
-from ds_trainer.config.hf.hf_notes import hf_notes
+from ds_trainer.config.hf.hf_notes import UNSAID, hf_notes
 from ds_trainer.config.keys import value
 from ds_trainer.config.resolved import ResolvedConfig
 from ds_trainer.config.schema import RunConfig
@@ -51,11 +51,14 @@ def to_hf(resolved: ResolvedConfig) -> HFArguments:
     Every value is written, defaults too: classes such as TRL's `SFTConfig` have defaults of their own.
 
     Raises:
-        ConfigErrors: Its engine or its schedule is one that transformers' Trainer does not have, on this device.
+        ConfigErrors: Its engine, its schedule or its tensor parallelism is one that transformers' Trainer does not
+            have, on this device.
     """
     config, engine = resolved.config, backend(resolved.config)
     if engine not in ("deepspeed", "fsdp2", "ddp"):
         raise _no_such(f"parallel.engine is {engine!r}", "it runs on deepspeed, fsdp2 and ddp", "set one of them")
+    if config.parallel.tp > 1:
+        raise _no_such(f"parallel.tp is {config.parallel.tp}", UNSAID["parallel.tp"], "set parallel.tp to 1")
     if config.run.device == "cpu" and engine == "fsdp2":
         rule = "accelerate, which it calls, runs FSDP2 on GPUs only"
         found = f"FSDP2 on a CPU ({_ENGINE} {config.parallel.engine}, run.device cpu)"

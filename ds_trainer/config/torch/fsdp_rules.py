@@ -47,7 +47,7 @@ def check_fsdp(config: RunConfig, asked: Asked) -> Iterator[ConfigError]:
 
 
 def check_fsdp_machine(config: RunConfig, asked: Asked, machine: Machine) -> Iterator[ConfigError]:
-    """Every fault that shows once the kind of device and the number of ranks are known."""
+    """Every fault that shows once the kind of device and the number of data ranks are known."""
     if backend(config) != "fsdp2":
         return
     if config.parallel.engine == "accelerate" and machine.device == "cpu":
@@ -59,9 +59,10 @@ def check_fsdp_machine(config: RunConfig, asked: Asked, machine: Machine) -> Ite
     replicate, shard = config.parallel.dp_replicate, config.parallel.dp_shard
     if machine.world % replicate or (shard is not None and replicate * shard != machine.world):
         sizes = [n for n in range(1, machine.world + 1) if machine.world % n == 0]
+        said = f"{asked.says('parallel.dp_replicate')} and {asked.says('parallel.dp_shard')}"
         yield ConfigError(
-            f"{asked.says('parallel.dp_replicate')} and {asked.says('parallel.dp_shard')} on {machine.world} ranks",
-            "ranks = dp_replicate x dp_shard",
+            f"{said} on {machine.world} data ranks",
+            "data ranks = dp_replicate x dp_shard",
             f"set parallel.dp_replicate to one of {', '.join(map(str, sizes))}, and remove parallel.dp_shard",
         )
         return
@@ -78,11 +79,12 @@ def check_fsdp_machine(config: RunConfig, asked: Asked, machine: Machine) -> Ite
 
 
 def derive_fsdp(config: RunConfig, asked: Asked, machine: Machine) -> dict[str, tuple[Any, str]]:
-    """Open values of `fsdp` and `parallel` -> value and reason."""
+    """Open values of `fsdp` and `parallel`, on the data ranks of a machine -> value and reason."""
     derived: dict[str, tuple[Any, str]] = {}
     if config.parallel.dp_shard is None:
         replicate = config.parallel.dp_replicate
-        derived["parallel.dp_shard"] = (machine.world // replicate, f"{machine.world} ranks / dp_replicate {replicate}")
+        reason = f"{machine.world} data ranks / dp_replicate {replicate}"
+        derived["parallel.dp_shard"] = (machine.world // replicate, reason)
     if config.fsdp.reshard_after_forward is None:
         derived["fsdp.reshard_after_forward"] = _reshard(config, asked)
     for name, policy in _POLICIES.items():

@@ -6,9 +6,11 @@ It has `wrap(model)`, for a transformers model, and says in comments what the lo
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ds_trainer.config.resolved import ResolvedConfig
+from ds_trainer.config.schema import RunConfig
 from ds_trainer.config.torch.to_torch import ddp_arguments, fsdp2_arguments
 
 _DTYPES = {"fp32": "torch.float32", "bf16": "torch.bfloat16", "fp16": "torch.float16"}
@@ -21,8 +23,9 @@ _LOOP = """
 def fsdp2_snippet(resolved: ResolvedConfig) -> str:
     """A file whose `wrap(model)` shards as the fsdp2 engine does."""
     config, arguments = resolved.config, fsdp2_arguments(resolved)
-    axes = ", ".join(f'"{name}"' for name in arguments.mesh)
-    sizes = ", ".join(str(size) for size in arguments.mesh.values())
+    tp = config.parallel.tp
+    mesh = _mesh(config, arguments.mesh | ({"tp": tp} if tp > 1 else {}))
+    cut_over = f"[{_tuple(arguments.mesh)}]" if tp > 1 else ""
     policy = f"param_dtype={_dtype(arguments.param_dtype)}, reduce_dtype={_dtype(arguments.reduce_dtype)}"
     offload = f"CPUOffloadPolicy(pin_memory={arguments.pin_memory})" if arguments.cpu_offload else "OffloadPolicy()"
     reshard = arguments.reshard_after_forward
@@ -32,10 +35,11 @@ def fsdp2_snippet(resolved: ResolvedConfig) -> str:
         "from torch.distributed.device_mesh import init_device_mesh",
         "from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard",
         "",
+        *_cut_before(tp),
         "",
         "def wrap(model):",
         '    """Cuts a model with fp32 parameters, block by block, then what is left."""',
-        f'    mesh = init_device_mesh("{config.run.device}", ({sizes},), mesh_dim_names=({axes},))',
+        f"    mesh = {mesh}{cut_over}",
         "    options = {",
         '        "mesh": mesh,',
         f'        "mp_policy": MixedPrecisionPolicy({policy}),',
@@ -68,14 +72,21 @@ def ddp_snippet(resolved: ResolvedConfig) -> str:
     """A file whose `wrap(model)` replicates as the ddp engine does."""
     config = resolved.config
     options = ", ".join(f"{name}={value!r}" for name, value in ddp_arguments(resolved).items())
+    tp, group = config.parallel.tp, []
+    if tp > 1:
+        mesh = _mesh(config, {"dp": resolved.data_ranks, "tp": tp})
+        group, options = [f'    group = {mesh}["dp"].get_group()'], f"{options}, process_group=group"
     lines = [
         "import torch",
         "from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook",
+        *(["from torch.distributed.device_mesh import init_device_mesh"] if group else []),
         "from torch.nn.parallel import DistributedDataParallel",
         "",
+        *_cut_before(tp),
         "",
         "def wrap(model):",
         '    """Replicates a model with fp32 parameters, which lies on its device."""',
+        *group,
         f"    model = DistributedDataParallel(model, {options})",
         *_comm_hook(config.ddp),
         "    return model",
@@ -90,6 +101,26 @@ def ddp_snippet(resolved: ResolvedConfig) -> str:
         "# All micro-batches but the last run under model.no_sync().",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _mesh(config: RunConfig, axes: Mapping[str, int]) -> str:
+    """Source of a mesh with these axes, outermost first."""
+    return f'init_device_mesh("{config.run.device}", {tuple(axes.values())}, mesh_dim_names={_tuple(axes)})'
+
+
+def _tuple(names: Iterable[str]) -> str:
+    return f"({', '.join(map(json.dumps, names))},)"
+
+
+def _cut_before(tp: int) -> list[str]:
+    """What tensor parallelism leaves to the loop: torch has no counterpart on a transformers model."""
+    if tp == 1:
+        return []
+    return [
+        f"# Tensor parallelism is ds_trainer's own: hand over a model whose layers are cut over {tp} ranks, and count",
+        "# parts of one parameter once in the global norm; ranks that share a model get the same samples.",
+        "",
+    ]
 
 
 def _dtype(name: str | None) -> str:
@@ -176,8 +207,8 @@ def _scaler(resolved: ResolvedConfig) -> list[str]:
 
 
 def _loop(resolved: ResolvedConfig, shares: str) -> str:
-    config = resolved.config
+    config, ranks = resolved.config, resolved.data_ranks
     batch = config.batch
     clip = f"{config.optimizer.max_grad_norm:g} ({config.optimizer.norm_type})"
-    steps = f"{batch.accumulation} micro-batches of {batch.micro_size} samples on each of {resolved.data_ranks} ranks."
+    steps = f"{batch.accumulation} micro-batches of {batch.micro_size} samples on each of {ranks} data ranks."
     return _LOOP.format(shares=shares, clip=clip, steps=steps)

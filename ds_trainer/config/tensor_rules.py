@@ -1,0 +1,131 @@
+"""Checks of tensor parallelism: against other keys, the ranks, and the checkpoint's sizes. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ds_trainer.config.asked import Asked
+from ds_trainer.config.backend import backend
+from ds_trainer.config.keys import default
+from ds_trainer.config.resolved import Machine
+from ds_trainer.config.schema import RunConfig
+from ds_trainer.errors import ConfigError
+from ds_trainer.models.spec import ModelSpec
+from ds_trainer.tensor_parallel.plan import STYLE_NAMES, plan_for
+from ds_trainer.tensor_parallel.shares import Shares
+from ds_trainer.tensor_parallel.sizes import refusal
+
+_NEEDS_TP = ("tp_plan", "sequence_parallel", "keep_gathered_input")
+_HANGS = "torch makes the smaller groups of one tensor rank's data ranks at once with those of another's, and hangs"
+_GROUPS_OF_ALL_RANKS = ("zero_hpz_partition_size", "zero_quantized_gradients")
+
+
+def check_tensor(config: RunConfig, asked: Asked) -> Iterator[ConfigError]:
+    """Every fault that shows without knowing machine and model."""
+    parallel = config.parallel
+    if parallel.engine == "accelerate":
+        return  # It is refused there as a whole.
+    if parallel.tp == 1:
+        for name in _NEEDS_TP:
+            if asked(f"parallel.{name}"):
+                yield ConfigError(
+                    f"{asked.says(f'parallel.{name}')} and {asked.says('parallel.tp')}",
+                    "it is about layers that are cut over several ranks",
+                    f"set parallel.tp or remove parallel.{name}",
+                )
+        return
+    if parallel.keep_gathered_input and not parallel.sequence_parallel:
+        yield ConfigError(
+            f"{asked.says('parallel.keep_gathered_input')} and {asked.says('parallel.sequence_parallel')}",
+            "a layer's input is gathered under sequence parallelism only",
+            "set parallel.sequence_parallel to true or remove parallel.keep_gathered_input",
+        )
+    unknown = {style: None for style in (parallel.tp_plan or {}).values() if style not in STYLE_NAMES}
+    if unknown:
+        yield ConfigError(
+            f"parallel.tp_plan ({asked.origin('parallel.tp_plan')}) has the styles {', '.join(unknown)}",
+            "a style says how a module is cut, by its name in transformers",
+            f"use {', '.join(STYLE_NAMES)}",
+        )
+    if config.optimizer.name == "adafactor" and backend(config) == "ddp":
+        yield ConfigError(
+            f"{asked.says('optimizer.name')} and {asked.says('parallel.tp')}",
+            "adafactor looks at whole matrices, and tensor parallelism cuts them",
+            "set optimizer.name to adamw or parallel.tp to 1",
+        )
+    if backend(config) == "fsdp2" and type(config.fsdp.reshard_after_forward) is int:
+        yield ConfigError(
+            f"{asked.says('fsdp.reshard_after_forward')} and {asked.says('parallel.tp')}",
+            _HANGS,
+            "set fsdp.reshard_after_forward to true or false, or parallel.tp to 1",
+        )
+    elif backend(config) == "fsdp2" and config.zero.zero_hpz_partition_size > 1:
+        yield ConfigError(
+            f"{asked.says('zero.zero_hpz_partition_size')} on fsdp2 and {asked.says('parallel.tp')}",
+            _HANGS,
+            "remove zero.zero_hpz_partition_size or set parallel.tp to 1",
+        )
+    for name in _GROUPS_OF_ALL_RANKS:
+        if backend(config) == "deepspeed" and getattr(config.zero, name) != default(f"zero.{name}"):
+            yield ConfigError(
+                f"{asked.says(f'zero.{name}')} and {asked.says('parallel.tp')}",
+                "DeepSpeed counts off its groups among all ranks, and ranks side by side hold parts of the same layers",
+                f"remove zero.{name} or set parallel.tp to 1",
+            )
+
+
+def check_tensor_ranks(config: RunConfig, asked: Asked, machine: Machine) -> Iterator[ConfigError]:
+    """Ranks that cannot be laid out in whole copies of the model."""
+    if machine.world % config.parallel.tp:
+        sizes = ", ".join(str(size) for size in range(1, machine.world + 1) if machine.world % size == 0)
+        yield ConfigError(
+            f"{asked.says('parallel.tp')} on {machine.world} {'ranks' if machine.world > 1 else 'rank'}",
+            "ranks = tensor ranks x data ranks",
+            f"set parallel.tp to one of {sizes}, or start a multiple of {config.parallel.tp} ranks",
+        )
+
+
+def check_tensor_model(config: RunConfig, asked: Asked, spec: ModelSpec) -> Iterator[ConfigError]:
+    """A model without a plan, or whose heads and widths do not divide."""
+    if config.parallel.tp == 1:
+        return
+    if shares := shares_of(config, spec):
+        if refused := refusal(config.parallel.tp, shares.units()):
+            found, rule, change = refused
+            yield ConfigError(f"{found} ({asked.origin('parallel.tp')})", rule, change)
+    elif spec.family is not None:
+        yield ConfigError(
+            f"{asked.says('parallel.tp')}, and there is no plan for model type {spec.model_type!r}",
+            "a plan says which layers are cut and how; without one every rank would train the same whole model",
+            "set parallel.tp_plan, such as "
+            '{"*.q_proj": "colwise", "*.o_proj": "rowwise", "lm_head": "colwise_gather_output"}, or parallel.tp to 1',
+        )
+
+
+def shares_of(config: RunConfig, spec: ModelSpec) -> Shares | None:
+    """How the model is dealt out; None where there is no plan for it."""
+    plan = plan_for(spec.model_type, config.parallel.tp_plan)
+    return Shares(spec, plan) if plan is not None else None
+
+
+def tensor_warnings(config: RunConfig, machine: Machine, spec: ModelSpec | None) -> Iterator[str]:
+    """What runs as asked but slowly, or is known only once the model is loaded."""
+    tp, node = config.parallel.tp, machine.node_ranks
+    if tp == 1:
+        return
+    if node is not None and machine.world > node and node % tp:
+        fit = [size for size in range(1, node + 1) if node % size == 0]
+        yield (
+            f"parallel.tp {tp} crosses nodes of {node} ranks: every layer's all-reduces, of whole activations and in "
+            f"both passes, go over the network and wait for it; sizes that stay on a node: {', '.join(map(str, fit))}"
+        )
+    shares = None if spec is None else shares_of(config, spec)
+    if spec is None or (shares is not None and not spec.pickled and shares.names_agree):
+        return
+    if spec.pickled:
+        why = "the model's weights are pickled"
+    elif shares is None:
+        why = f"model type {spec.model_type!r} is not in families.json"
+    else:
+        why = "the checkpoint's names are not those of the model"
+    yield f"{why}: whether parallel.tp {tp} fits is checked at load"

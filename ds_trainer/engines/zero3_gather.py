@@ -1,0 +1,65 @@
+"""What ZeRO-3 gathers together, and before it runs, instead of one linear layer after the other."""
+
+from __future__ import annotations
+
+import inspect
+from functools import cache
+from typing import Any
+
+import deepspeed
+import torch
+from torch import nn
+
+from ds_trainer.config.schema import ModelConfig
+from ds_trainer.models.blocks import blocks
+from ds_trainer.tensor_parallel.linear import ColumnParallelLinear
+
+
+def gather_together(model: nn.Module, config: ModelConfig) -> None:
+    """Tells DeepSpeed which modules' parameters to gather as they are entered, those of all inside included.
+
+    A block, where its operators are compiled or run a second time: they then meet none of ZeRO's collectives among
+    them. Elsewhere what holds column layers that read one tensor: the first of them computes with the weights of all,
+    and DeepSpeed's hooks on each would hand each a tensor of its own.
+
+    Args:
+        model: The model, before DeepSpeed cuts it.
+        config: The config's model section.
+    """
+    whole = blocks(model) if config.compile or config.gradient_checkpointing == "selective" else []
+    inside = {part for block in whole for part in block.modules()}
+    whole += [module for module in model.modules() if module not in inside and _holds_column_group(module)]
+    if not whole:
+        return
+    deepspeed.utils.set_z3_leaf_modules(model, list({type(module) for module in whole}))
+    for module in whole:
+        if any(parameter.requires_grad for parameter in module.parameters()):
+            module.register_forward_pre_hook(_show_input, with_kwargs=True)
+
+
+def _holds_column_group(module: nn.Module) -> bool:
+    columns = (child for child in module.children() if isinstance(child, ColumnParallelLinear))
+    return any(len(column.column_group.members) > 1 for column in columns)
+
+
+def _show_input(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """Lets DeepSpeed find a positional input with a gradient.
+
+    By that gradient it tells when the module's backward pass has ended. Where it finds none it reduces the gradients of
+    the module's parameters before they are there.
+    """
+    if not args:
+        kind: Any = type(module)  # To mypy the class of a module is not hashable.
+        name = _first_argument(kind)
+        args, kwargs = (kwargs[name],), {key: value for key, value in kwargs.items() if key != name}
+    if torch.is_grad_enabled() and not args[0].requires_grad:
+        args = (args[0].detach().requires_grad_(), *args[1:])
+    return args, kwargs
+
+
+@cache
+def _first_argument(kind: type) -> str:
+    """Name of the first argument of a class's forward; what a derived class takes as `*args` its base names."""
+    forwards = (vars(base)["forward"] for base in kind.__mro__ if "forward" in vars(base))
+    firsts = ([*inspect.signature(forward).parameters.values()][1] for forward in forwards)
+    return next(first.name for first in firsts if first.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD)

@@ -1,0 +1,170 @@
+"""Configs of a model type with a few thousand parameters: all kinds of layers, small sizes, relations kept."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import transformers
+from transformers import CONFIG_MAPPING, PretrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+HEADS, KV_HEADS, HEAD_DIM, VOCAB = 4, 2, 16, 99
+HIDDEN = HEADS * HEAD_DIM
+
+# Role -> size: the first pattern that an attribute's whole name matches. What no pattern matches keeps its default.
+SIZES: tuple[tuple[str, int], ...] = (
+    (r"(unpadded_)?vocab_size(_per_layer_input)?", VOCAB),
+    (r"(backbone_)?hidden_size|n_embd|d_model|word_embed_proj_dim|ple_embed_dim", HIDDEN),
+    (r"(swa_)?num_attention_heads|n_heads?|num_heads|attention_heads|index_n_heads|indexer_n_heads", HEADS),
+    (r"(swa_)?num_key_value_heads|num_kv_heads|linear_num_(key_)?heads|indexer_kv_heads", KV_HEADS),
+    (r"linear_num_value_heads", HEADS),
+    (r"(swa_|index_|indexer_|mamba_|linear_(key_|value_)?)?head_dim|mamba_d_head", HEAD_DIM),
+    (r"qk_(nope|rope)_head_dim|rotary_dim", HEAD_DIM // 2),
+    (r"v_head_dim", 12),
+    (r"moe_intermediate_size|expert_ffn_hidden_size", 48),
+    (r".*intermediate_size.*|ffn_dim|ffn_hidden_size|n_inner", 96),
+    (r".*_lora_rank|.*_rank|hc_lowrank|hidden_size_per_layer_input|d_rel", 16),
+    (r"(moe_)?num_(local_)?experts|n_routed_experts|zero_expert_num", 4),
+    (r"num_experts_per_tok(en)?|moe_topk|moe_k", 2),
+    (r"(n|num)_shared_experts|num_expert_group|n_group|topk_group", 1),
+    (r"max_position_embeddings|n_positions|n_ctx|max_seq_len|model_max_length", 64),
+    (r"(keep_|attention_)?(sliding_)?window(_size)?|attention_chunk_size|rel_extent", 8),
+    (r"index_topk(_blocks)?|index_block_size|indexer_budget|indexer_compress_ratio|block_size|(mamba_)?chunk_size", 4),
+    (r"mamba_n_heads|mamba_num_heads", 2 * HEADS),
+    (r"mamba_d_state|ssm_state_size|mamba_dt_rank", 8),
+    (r"mamba_d_ssm", 2 * HIDDEN),
+    (r"(mamba_)?n_groups", 2),
+    (r"first_k_dense_replace|num_dense_layers|.*_layer_offset", 1),
+    (r".*_layer_period|interleave_moe_layer_step|no_rope_layer_interval|layer_group_size", 2),
+    (r"n_input_layers|n_output_layers|n_recurrent_layers|num_layers_per_stack", 1),
+    (r"bos_token_id|eos_token_id|decoder_start_token_id|sep_token_id|eod_token_id", 1),
+    (r"pad_token_id", 0),
+)
+# Where the default is None, these are to stay so.
+OPTIONAL = r".*_rank|.*_token_id|n_inner"
+DEPTHS = r"num_hidden_layers|n_layers?|num_layers"
+
+_TWO_KINDS = ["sliding_attention", "full_attention"]
+_ROPE = {"rope_type": "default", "rope_theta": 1e4}
+
+# What neither a name nor a default tells. Several configs where one cannot have all modules of the type's plan.
+VARIANTS: dict[str, tuple[dict[str, Any], ...]] = {
+    # Its default has no rotary parameters, which its rotary embedding wants for each kind of layer.
+    "cohere_compass_text": ({"rope_parameters": dict.fromkeys(_TWO_KINDS, _ROPE)},),
+    # Its default has no dense layer, or none beside the sparse ones.
+    "cohere2_moe": ({"mlp_layer_types": ["dense", "sparse"]},),
+    "mellum": ({"mlp_layer_types": ["dense", "sparse"]},),
+    "inkling_text": ({"mlp_layer_types": ["dense", "sparse"]},),
+    # Its default has no attention, or names no kinds of layers.
+    "bamba": ({"attn_layer_indices": [1]},),
+    "granitemoehybrid": ({"layer_types": ["linear_attention", "full_attention"]},),
+    "lfm2_moe": ({"layer_types": ["conv", "full_attention"]},),
+    # Queries come through a latent or directly.
+    "deepseek_v2": ({}, {"q_lora_rank": None}),
+    "deepseek_v3": ({}, {"q_lora_rank": None}),
+    "minicpm3": ({}, {"q_lora_rank": None}),
+    "youtu": ({}, {"q_lora_rank": None}),
+    "doge": ({}, {"is_moe": True}),
+    # Its layers are of three sections, and written out as two each.
+    "dory": ({"num_hidden_layers": 4, "layer_types": _TWO_KINDS * 2, "n_recurrent_layers": 2},),
+    # The last layers take keys and values of earlier ones of their kind.
+    "gemma3n_text": (
+        {
+            "num_hidden_layers": 4,
+            "layer_types": _TWO_KINDS * 2,
+            "activation_sparsity_pattern": [0.95, 0.0, 0.0, 0.0],
+            "num_kv_shared_layers": 2,
+        },
+    ),
+    "gemma4_text": ({"enable_moe_block": True, "top_k_experts": 2},),
+    # Kinds of layers are run lengths.
+    "gpt_neo": ({"attention_types": [[["global", "local"], 1]], "attention_layers": ["global", "local"]},),
+    # Its default has neither the indexer nor the n-gram embedding that its plan cuts.
+    "qwen4_exp_text": (
+        {
+            "indexer_kv_heads": 1,
+            "indexer_budget": 8,
+            "ple_layer_ids": [1],
+            "eos_token_id": 1,
+            "ngram_vocab_size_base": 100,
+            "split_ngram_parts": 2,
+        },
+    ),
+}
+
+
+def causal_lm(model_type: str) -> tuple[type[PreTrainedModel], type[PretrainedConfig]]:
+    """The class that `AutoModelForCausalLM` makes of a config of the type, and the class of the config it gets."""
+    cls = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type])
+    config_class = CONFIG_MAPPING[model_type]
+    text = config_class.sub_configs.get("text_config")
+    return cls, text if text is not None and cls.config_class == text else config_class
+
+
+def scaled_down(config_class: type[PretrainedConfig]) -> list[PretrainedConfig]:
+    """Small configs of a class, without dropout, with one layer of each kind that the default config has.
+
+    More than one where one cannot have all modules of the type's tensor-parallel plan.
+    """
+    text = config_class.sub_configs.get("text_config", config_class)
+    variants = VARIANTS.get(getattr(text, "model_type", ""), ({},))
+    return [_scaled_down(config_class, variant) for variant in range(len(variants))]
+
+
+def _scaled_down(config_class: type[PretrainedConfig], variant: int) -> PretrainedConfig:
+    default = config_class()
+    values = {name: None for name in config_class.__dataclass_fields__} | default.to_dict()
+    depth = next((value for name, value in values.items() if re.fullmatch(DEPTHS, name)), 0)
+    lists = {name: value for name, value in values.items() if _is_per_layer(value, depth)}
+    each = {int(layer): fields for layer, fields in (values.pop("per_layer_config", None) or {}).items()}
+    layers = _one_of_each_kind([(*(x[i] for x in lists.values()), each.get(i)) for i in range(depth)])
+
+    given = _small(values)
+    given |= {name: [_small_or_same(name, value[i]) for i in layers] for name, value in lists.items()}
+    given |= {name: len(layers) for name in values if re.fullmatch(DEPTHS, name)}
+    if each:
+        given["per_layer_config"] = {k: _small(each[i]) for k, i in enumerate(layers) if i in each}
+    if values.get("head_dim") == values.get("qk_rope_head_dim", 0):
+        given["head_dim"] = given["qk_rope_head_dim"]
+    for name in config_class.sub_configs:
+        part = getattr(default, name, None)
+        given[name] = _scaled_down(type(part), variant) if isinstance(part, PretrainedConfig) else part
+    given = {name: value for name, value in given.items() if value is not None}
+    variants = VARIANTS.get(config_class.model_type, ())
+    return config_class(**given | (variants[variant] if variants else {}))
+
+
+def _is_per_layer(value: Any, depth: int) -> bool:
+    """Whether an attribute says something of each layer, and does not just list the layers' numbers."""
+    return isinstance(value, list | tuple) and len(value) == depth > 0 and list(value) != list(range(depth))
+
+
+def _one_of_each_kind(layers: list[Any]) -> list[int]:
+    """Numbers of the layers that are the first of their kind; two at least."""
+    kinds = [repr(layer) for layer in layers]
+    first = [i for i, kind in enumerate(kinds) if kind not in kinds[:i]]
+    return first if len(first) > 1 else [0, 1]
+
+
+def _small(values: dict[str, Any]) -> dict[str, Any]:
+    small = {name: size for name, value in values.items() if (size := _scaled(name, value)) is not None}
+    if values.get("kv_lora_rank"):  # Multi-head latent attention: each head has its own keys, from one latent.
+        small["num_key_value_heads"] = HEADS
+    return small
+
+
+def _small_or_same(name: str, value: Any) -> Any:
+    small = _scaled(name.removesuffix("_per_layer"), value)
+    return value if small is None else small
+
+
+def _scaled(name: str, value: Any) -> Any:
+    """The small value of an attribute; None: its default stands."""
+    if isinstance(value, float):
+        return 0.0 if re.search(r"drop", name) else None
+    if name == "mlp_only_layers":
+        return [0]
+    if isinstance(value, bool | str | list | dict) or (value is None and re.fullmatch(OPTIONAL, name)):
+        return None
+    return next((size for pattern, size in SIZES if re.fullmatch(pattern, name)), None)

@@ -1,0 +1,153 @@
+"""Tensors of a checkpoint that are not read yet.
+
+transformers' conversions run on them as on any others. What they do is recorded, so that of the tensor that they make
+one box can be read: of each source only the rows and columns that go into it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_map
+
+from ds_trainer.layout import Box
+
+Fill = Callable[[torch.Tensor, Box], object]
+"""Writes a box of a tensor into another tensor of the box's sizes."""
+
+
+class NotRecordedError(Exception):
+    """An operation that writes into a tensor or mixes in values from elsewhere."""
+
+
+class Unread(torch.Tensor):
+    """A tensor with a shape, and a way to read any box of it.
+
+    Args:
+        shape: Its shape.
+        dtype: Its format.
+        fill: Reads a box of it.
+        by_parts: False where reading any box reads the whole tensor.
+    """
+
+    by_parts: bool
+
+    @staticmethod
+    def __new__(cls, shape: tuple[int, ...], dtype: torch.dtype, fill: Fill, by_parts: bool = True) -> Unread:  # noqa: D102
+        return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=torch.device("meta"))
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, fill: Fill, by_parts: bool = True) -> None:
+        self.fill, self.by_parts = fill, by_parts
+
+    def box(self, box: Box) -> torch.Tensor:
+        """The values of a box."""
+        out = torch.empty(box.sizes, dtype=self.dtype)
+        self.fill(out, box)
+        return out
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        """Records an operation; one whose result is no rearrangement of its operands is redone on their whole values.
+
+        Raises:
+            NotRecordedError: It would have an effect, or depend on values that are not among its operands.
+        """
+        kwargs = kwargs or {}
+        tensors = [item for item in tree_flatten((args, kwargs))[0] if isinstance(item, torch.Tensor)]
+        operands = [tensor for tensor in tensors if isinstance(tensor, Unread)]
+        if func._schema.is_mutable or len(operands) < len(tensors):
+            raise NotRecordedError(str(func))
+        made = func(*tree_map(_shape_only, args), **tree_map(_shape_only, kwargs))
+        rearranged = _REARRANGEMENTS.get(func)
+        several = isinstance(made, list | tuple)
+        results = list(made) if several else [made]
+        if rearranged is not None:
+            fills, by_parts = rearranged(*args, **kwargs), all(operand.by_parts for operand in operands)
+        else:
+            fills, by_parts = [_redo(func, args, kwargs, i if several else None) for i in range(len(results))], False
+        unread = [cls(tuple(t.shape), t.dtype, fill, by_parts) for t, fill in zip(results, fills, strict=True)]
+        return unread if several else unread[0]
+
+
+def _shape_only(item: Any) -> Any:
+    return torch.empty(item.shape, dtype=item.dtype, device="meta") if isinstance(item, Unread) else item
+
+
+def _values(item: Any) -> Any:
+    return item.box(Box.whole(item.shape)) if isinstance(item, Unread) else item
+
+
+def _redo(func: Any, args: Any, kwargs: Any, number: int | None) -> Fill:
+    def fill(out: torch.Tensor, box: Box) -> None:
+        made = func(*tree_map(_values, args), **tree_map(_values, kwargs))
+        out.copy_((made if number is None else made[number])[box.index])
+
+    return fill
+
+
+def _stack(tensors: list[Unread], dim: int = 0) -> list[Fill]:
+    dim %= tensors[0].dim() + 1
+
+    def fill(out: torch.Tensor, box: Box) -> None:
+        inner = Box(box.offsets[:dim] + box.offsets[dim + 1 :], box.sizes[:dim] + box.sizes[dim + 1 :])
+        for i in range(box.sizes[dim]):
+            tensors[box.offsets[dim] + i].fill(out.select(dim, i), inner)
+
+    return [fill]
+
+
+def _concatenate(tensors: list[Unread], dim: int = 0) -> list[Fill]:
+    dim %= tensors[0].dim()
+
+    def fill(out: torch.Tensor, box: Box) -> None:
+        first, last, begin = box.offsets[dim], box.offsets[dim] + box.sizes[dim], 0
+        for tensor in tensors:
+            end = begin + tensor.shape[dim]
+            start, stop = max(first, begin), min(last, end)
+            if start < stop:
+                tensor.fill(out.narrow(dim, start - first, stop - start), box.along(dim, start - begin, stop - start))
+            begin = end
+
+    return [fill]
+
+
+def _transpose(tensor: Unread, dim0: int, dim1: int) -> list[Fill]:
+    def swapped(sizes: tuple[int, ...]) -> tuple[int, ...]:
+        out = list(sizes)
+        out[dim0], out[dim1] = out[dim1], out[dim0]
+        return tuple(out)
+
+    def fill(out: torch.Tensor, box: Box) -> None:
+        tensor.fill(out.transpose(dim0, dim1), Box(swapped(box.offsets), swapped(box.sizes)))
+
+    return [fill]
+
+
+def _from(tensor: Unread, dim: int, begin: int) -> Fill:
+    """What lies along `dim` from `begin` on."""
+
+    def fill(out: torch.Tensor, box: Box) -> None:
+        tensor.fill(out, box.along(dim, begin + box.offsets[dim], box.sizes[dim]))
+
+    return fill
+
+
+def _split(tensor: Unread, size: int, dim: int = 0) -> list[Fill]:
+    return [_from(tensor, dim % tensor.dim(), begin) for begin in range(0, tensor.shape[dim], size)]
+
+
+def _split_with_sizes(tensor: Unread, sizes: list[int], dim: int = 0) -> list[Fill]:
+    return [_from(tensor, dim % tensor.dim(), sum(sizes[:i])) for i in range(len(sizes))]
+
+
+_aten = torch.ops.aten
+_REARRANGEMENTS: dict[Any, Callable[..., list[Fill]]] = {
+    _aten.stack.default: _stack,
+    _aten.cat.default: _concatenate,
+    _aten.transpose.int: _transpose,
+    _aten.split.Tensor: _split,
+    _aten.split_with_sizes.default: _split_with_sizes,
+}
+"""torch's operations -> the reading of a box of each of their results."""

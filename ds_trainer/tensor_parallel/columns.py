@@ -1,0 +1,134 @@
+"""Several column layers' outputs for one tensor, as one node of the graph that overlaps communication with computing.
+
+Legend: B samples, T positions, t positions on a rank, H size of the input, D a layer's outputs on this rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
+
+from ds_trainer.tensor_parallel.collectives import Started, start_all_gather, start_all_reduce, start_reduce_scatter
+
+if TYPE_CHECKING:
+    from ds_trainer.tensor_parallel.linear import ColumnParallelLinear
+
+
+def columns(
+    x_BTH: torch.Tensor, layers: Sequence[ColumnParallelLinear], group: dist.ProcessGroup, keep_gathered_input: bool
+) -> tuple[torch.Tensor, ...]:
+    """Each layer's output.
+
+    A tensor that was gathered from the ranks' positions (B, t, H) has them as its attribute `sequence_shard`. Its
+    gradient goes there past the gather, which would have had to be given the sum on all ranks, to keep a part of it.
+
+    Shapes: (B, T, H) -> (B, T, D) for each layer.
+
+    Comm: backward one all-reduce over `group`, the bytes of the input. Of a gathered input: backward one
+    reduce-scatter, and unless it was kept one all-gather before it, each the bytes of the gathered input.
+
+    Source: Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198, section 4.2.2: "we only store the Y_i^s part
+    on the i-th tensor parallel rank and perform an extra all-gather in the backward pass".
+
+    Args:
+        x_BTH: What all layers read.
+        layers: The layers.
+        group: Tensor ranks.
+        keep_gathered_input: Whether a gathered input is kept for the backward pass.
+    """
+    shard_BtH = getattr(x_BTH, "sequence_shard", None)
+    whole = None if shard_BtH is None else x_BTH.detach()
+    parameters = [parameter for layer in layers for parameter in (layer.weight, layer.bias)]
+    tensors = _as_autocast(x_BTH if shard_BtH is None else shard_BtH, whole, *parameters)
+    return _Columns.apply(layers, group, keep_gathered_input, *tensors)
+
+
+def _as_autocast(x: torch.Tensor, *others: torch.Tensor | None) -> list[torch.Tensor | None]:
+    """The tensors in autocast's format, where it is on: it does not reach into a function like this one."""
+    if not torch.is_autocast_enabled(x.device.type):
+        return [x, *others]
+    dtype = torch.get_autocast_dtype(x.device.type)
+    return [tensor if tensor is None else tensor.to(dtype) for tensor in (x, *others)]
+
+
+class _Columns(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, layers, group, keep_gathered_input, x, gathered, *parameters):
+        ctx.layers, ctx.group = tuple(layers), group
+        ctx.length = None if gathered is None else gathered.shape[1]
+        ctx.gathers_again = gathered is not None and not keep_gathered_input
+        ctx.set_materialize_grads(False)
+        read = x if gathered is None else gathered
+        ctx.save_for_backward(x if ctx.gathers_again else read, *parameters[::2])
+        weights = _rows_per_output(layers, parameters[::2])
+        return tuple(F.linear(read, weight, bias) for weight, bias in zip(weights, parameters[1::2], strict=True))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads):
+        read, *weights = ctx.saved_tensors
+        _, _, _, needs_input, _, *needs_parameter = ctx.needs_input_grad
+        # What is started first is on its way while the input's gradient is computed, that while the weights' are.
+        gathering, reducing = None, None
+        if ctx.gathers_again and any(needs_parameter[::2]):
+            gathering = start_all_gather(read, 1, ctx.length, ctx.group)
+        if needs_input:
+            reducing = _start_sum(_partial(grads, _rows_per_output(ctx.layers, weights)), ctx.length, ctx.group)
+        if gathering is not None:
+            read = gathering.wait()
+        of_parameters: list[torch.Tensor | None] = []
+        for i, (layer, grad) in enumerate(zip(ctx.layers, grads, strict=True)):
+            needs_weight, needs_bias = needs_parameter[2 * i : 2 * i + 2]
+            of_parameters += _of_layer(layer, grad, read, needs_weight, needs_bias, ctx.group)
+        return None, None, None, None if reducing is None else reducing.wait(), None, *of_parameters
+
+
+def _rows_per_output(layers: Sequence[ColumnParallelLinear], weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [weight.t() if layer.transposed else weight for layer, weight in zip(layers, weights, strict=True)]
+
+
+def _partial(grads: Sequence[torch.Tensor | None], weights_DH: Sequence[torch.Tensor]) -> torch.Tensor:
+    """This rank's part of the input's gradient."""
+    used = [(grad, weight) for grad, weight in zip(grads, weights_DH, strict=True) if grad is not None]
+    (grad, weight), *others = used
+    total = grad.flatten(0, -2) @ weight
+    for other, weight in others:
+        total.addmm_(other.flatten(0, -2), weight)
+    return total.unflatten(0, grad.shape[:-1])
+
+
+def _start_sum(partial_BTH: torch.Tensor, length: int | None, group: dist.ProcessGroup) -> Started:
+    """Starts to sum the ranks' parts; `length` is None where the input was not gathered from their positions."""
+    if length is None:
+        return start_all_reduce(partial_BTH, group)
+    return start_reduce_scatter(partial_BTH, 1, group)
+
+
+def _of_layer(
+    layer: ColumnParallelLinear,
+    grad_BTD: torch.Tensor | None,
+    x_BTH: torch.Tensor,
+    needs_weight: bool,
+    needs_bias: bool,
+    group: dist.ProcessGroup,
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Gradients of a layer's weight and bias."""
+    if grad_BTD is None:
+        return None, None
+    weight = bias = None
+    grad_ND = grad_BTD.flatten(0, -2)
+    if needs_weight:
+        x_NH = x_BTH.flatten(0, -2)
+        weight = x_NH.t() @ grad_ND if layer.transposed else grad_ND.t() @ x_NH
+        if layer.weight_copies is not None:
+            weight = layer.weight_copies.sum(weight, group)
+    if needs_bias:
+        bias = grad_ND.sum(0)
+        if layer.bias_copies is not None:
+            bias = layer.bias_copies.sum(bias, group)
+    return weight, bias

@@ -1,0 +1,63 @@
+"""Parts of a cut parameter that several tensor ranks hold, such as KV heads that are fewer than the ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+import torch.distributed as dist
+
+from ds_trainer.layout import Cut
+from ds_trainer.tensor_parallel.collectives import start_all_reduce
+
+
+@dataclass(frozen=True)
+class Copies:
+    """Where a rank's copies lie: each rank that holds one finds a part of its gradient, and all must take the sum.
+
+    Example:
+        2 KV heads of width 8 on 4 ranks: rank 2 holds the second one, `Copies(0, ((0, 8, 8),), 16)`.
+
+    Args:
+        dim: Dimension that is cut.
+        segments: For each piece of this rank's parameter that others hold too: where it begins in the local tensor,
+            where among all pieces with copies, and its length.
+        length: Of all pieces with copies.
+    """
+
+    dim: int
+    segments: tuple[tuple[int, int, int], ...]
+    length: int
+
+    @classmethod
+    def of(cls, cut: Cut, rank: int) -> Copies | None:
+        """The copies of a cut on a rank; None: every rank holds what no other does."""
+        bounds = sorted({bound for ranges in cut.ranges for pair in ranges for bound in pair})
+        slots, length = {}, 0
+        for start, stop in pairwise(bounds):
+            if sum(first <= start < last for ranges in cut.ranges for first, last in ranges) > 1:
+                slots[start] = length, stop - start
+                length += stop - start
+        if not slots:
+            return None
+        segments, at = [], 0
+        for first, last in cut.ranges[rank]:
+            segments += [(at + start - first, slot, n) for start, (slot, n) in slots.items() if first <= start < last]
+            at += last - first
+        return cls(cut.dim, tuple(segments), length)
+
+    def sum(self, gradient: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        """Sums a gradient over the ranks that hold the same, in place; all of them get the same bits.
+
+        Comm: one all-reduce over `group`, the bytes of all pieces with copies.
+        """
+        shape = list(gradient.shape)
+        shape[self.dim] = self.length
+        pieces = gradient.new_zeros(shape)
+        for at, slot, length in self.segments:
+            pieces.narrow(self.dim, slot, length).copy_(gradient.narrow(self.dim, at, length))
+        pieces = start_all_reduce(pieces, group).wait()
+        for at, slot, length in self.segments:
+            gradient.narrow(self.dim, at, length).copy_(pieces.narrow(self.dim, slot, length))
+        return gradient

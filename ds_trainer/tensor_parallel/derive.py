@@ -1,0 +1,27 @@
+"""Gives a single module a behaviour of its own: a class derived from the one it has."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from torch import nn
+
+
+def derive(module: nn.Module, behaviour: type) -> None:
+    """Puts a mixin in front of a module's class; the module stays the same object, of its old class too.
+
+    A class and not an instance's `forward`: transformers' blocks recompute what their class's `forward` does, and a
+    deep copy of the module runs its own. Where it is done twice, what came later is outside.
+
+    Args:
+        module: Changed in place.
+        behaviour: The mixin.
+    """
+    own: type = type(module)
+    module.__class__ = _derived(behaviour, own)
+
+
+@cache
+def _derived(behaviour: type, base: type) -> type:
+    # transformers finds classes by their name.
+    return type(base.__name__, (behaviour, base), {"__module__": base.__module__, "__qualname__": base.__qualname__})

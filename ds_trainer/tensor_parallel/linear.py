@@ -1,0 +1,179 @@
+"""Linear layers of which each tensor rank holds a part: of the outputs (column), or of the inputs (row).
+
+Source: Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053, section 3.
+
+Legend: B samples, T positions, t positions on a rank, I inputs, D outputs, i and d those on a rank.
+"""
+
+from __future__ import annotations
+
+from typing import Self
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from ds_trainer.layout import Cut
+from ds_trainer.tensor_parallel.collectives import (
+    gather_last_dim,
+    reduce_from_group,
+    reduce_scatter_sequence,
+    scatter_last_dim,
+    sum_gradient,
+)
+from ds_trainer.tensor_parallel.column_group import ColumnGroup
+from ds_trainer.tensor_parallel.copies import Copies
+
+
+def column_bias_cut(cut: Cut) -> Cut:
+    """How the bias of a column layer is cut, whose weight is cut like this."""
+    return Cut((cut.shape[cut.dim],), 0, cut.ranges, cut.length)
+
+
+class ParallelLinear(nn.Linear):
+    """A rank's part of a linear layer; `in_features` and `out_features` are the rank's.
+
+    Attributes:
+        cut: How the weight is cut.
+        group: Tensor ranks.
+        transposed: Whether the weight is (I, D), as in GPT-2's `Conv1D`, not (D, I).
+    """
+
+    cut: Cut
+    group: dist.ProcessGroup
+    transposed: bool
+
+    @classmethod
+    def _part_of(cls, module: nn.Module, cut: Cut, group: dist.ProcessGroup, transposed: bool) -> Self:
+        """The part of a module, its weight on meta; no bias yet."""
+        inputs, outputs = cut.local_shape if transposed else reversed(cut.local_shape)
+        layer = cls(inputs, outputs, bias=False, device="meta")
+        weight = _like(module.weight, cut.local_shape)
+        assert weight is not None
+        layer.weight = weight
+        layer.cut, layer.group, layer.transposed = cut, group, transposed
+        return layer.train(module.training)
+
+
+class ColumnParallelLinear(ParallelLinear):
+    """This rank's part of the outputs, from an input that all ranks have; made by `from_module`.
+
+    Shapes: (..., I) on all ranks -> (..., d) on each, or (..., D) on all with `gather_output`.
+
+    Comm: as `columns`; with `gather_output`, forward one all-gather of the bytes of the whole output.
+
+    Attributes:
+        gather_output: Whether the ranks' outputs are joined: in the order of the whole layer's, without padding.
+        column_group: Layers that are computed together with this one.
+        weight_copies: What of the weight other ranks hold too.
+        bias_copies: What of the bias other ranks hold too.
+    """
+
+    gather_output: bool
+    column_group: ColumnGroup
+    weight_copies: Copies | None
+    bias_copies: Copies | None
+
+    @classmethod
+    def from_module(cls, module: nn.Module, cut: Cut, group: dist.ProcessGroup) -> Self:
+        """The part of a module, with parameters on meta.
+
+        Args:
+            module: An `nn.Linear`, or a `Conv1D`, whose weight is the other way round.
+            cut: How its weight is cut; its bias is cut alike.
+            group: Tensor ranks.
+        """
+        layer = cls._part_of(module, cut, group, transposed=cut.dim == 1)
+        bias_cut = column_bias_cut(cut)
+        layer.register_parameter("bias", _like(module.bias, bias_cut.local_shape))
+        layer.gather_output = False
+        layer.weight_copies, layer.bias_copies = (Copies.of(c, group.rank()) for c in (cut, bias_cut))
+        ColumnGroup([layer], group)
+        return layer
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The outputs of this rank, or of all."""
+        y = self.column_group.output(self, x)
+        return _in_order(gather_last_dim(y, self.group), self.cut) if self.gather_output else y
+
+
+class RowParallelLinear(ParallelLinear):
+    """The whole output, from this rank's part of the inputs; made by `from_module`. Its bias is whole.
+
+    Shapes: (..., i) on each rank, or (..., I) on all with `input_is_whole` -> (..., D) on all; with
+    `sequence_parallel` (B, T, i) -> (B, t, D).
+
+    Comm: forward one all-reduce over `group` of the output's bytes; with `sequence_parallel` one reduce-scatter of
+    them, backward one all-gather, and one all-reduce of the bias's gradient; with `input_is_whole` backward one
+    all-gather of the bytes of the whole input.
+
+    Attributes:
+        input_is_whole: Whether the input is on all ranks, so that each takes its part.
+        sequence_parallel: Whether each rank is given its positions of the output, not all.
+    """
+
+    input_is_whole: bool
+    sequence_parallel: bool
+
+    @classmethod
+    def from_module(cls, module: nn.Module, cut: Cut, group: dist.ProcessGroup) -> Self:
+        """The part of a module, with parameters on meta.
+
+        Args:
+            module: An `nn.Linear`, or a `Conv1D`, whose weight is the other way round.
+            cut: How its weight is cut.
+            group: Tensor ranks.
+        """
+        layer = cls._part_of(module, cut, group, transposed=cut.dim == 0)
+        layer.register_parameter("bias", _like(module.bias))
+        layer.input_is_whole = layer.sequence_parallel = False
+        return layer
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum over the ranks, whole or this rank's positions of it."""
+        if self.input_is_whole:
+            x = scatter_last_dim(_by_rank(x, self.cut), self.group)
+        partial = F.linear(x, self.weight.t() if self.transposed else self.weight)
+        y = (reduce_scatter_sequence if self.sequence_parallel else reduce_from_group)(partial, self.group)
+        if self.bias is None:
+            return y
+        bias = sum_gradient(self.bias, self.group) if self.sequence_parallel else self.bias
+        # Added once, after the sum. Under autocast the sum is in its format, the bias is not.
+        return y + bias.to(y.dtype)
+
+
+def _like(whole: object, shape: tuple[int, ...] | None = None) -> nn.Parameter | None:
+    """A parameter on meta, of another shape where one is given; None where there is none."""
+    if not isinstance(whole, nn.Parameter):
+        return None
+    return nn.Parameter(whole.new_empty(shape or whole.shape, device="meta"), whole.requires_grad)
+
+
+def _in_order(joined: torch.Tensor, cut: Cut) -> torch.Tensor:
+    """The ranks' parts of the last dimension, as they were joined, in the order of the whole; of copies the first."""
+    pieces: dict[int, tuple[int, int]] = {}
+    for rank, ranges in enumerate(cut.ranges):
+        at = rank * cut.length
+        for start, stop in ranges:
+            if start < stop:
+                pieces.setdefault(start, (at, stop - start))
+            at += stop - start
+    return _picked(joined, [pieces[start] for start in sorted(pieces)])
+
+
+def _by_rank(whole: torch.Tensor, cut: Cut) -> torch.Tensor:
+    """The last dimension in the order in which the ranks hold it."""
+    return _picked(whole, [(start, stop - start) for ranges in cut.ranges for start, stop in ranges])
+
+
+def _picked(x: torch.Tensor, pieces: list[tuple[int, int]]) -> torch.Tensor:
+    """Pieces of the last dimension, given by start and length, side by side; neighbours cost nothing."""
+    runs: list[tuple[int, int]] = []
+    for start, length in pieces:
+        if runs and sum(runs[-1]) == start:
+            runs[-1] = runs[-1][0], runs[-1][1] + length
+        else:
+            runs.append((start, length))
+    parts = [x.narrow(-1, start, length) for start, length in runs]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, -1)

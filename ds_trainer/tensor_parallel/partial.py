@@ -1,0 +1,68 @@
+"""Parameters that every tensor rank holds whole and uses on its own part of the activations.
+
+Each rank's gradient of such a parameter is then a part of a sum, as of a norm over this rank's heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from ds_trainer.tensor_parallel.collectives import sum_gradient
+from ds_trainer.tensor_parallel.derive import derive
+
+
+@contextmanager
+def summed_gradients(module: nn.Module, group: dist.ProcessGroup) -> Iterator[None]:
+    """Within the block the module's code finds, under its own parameters' names, tensors whose gradient is summed.
+
+    The sum is part of the graph, so that it takes place below whatever an engine does with `.grad`. Python looks into
+    an instance's `__dict__` before it asks `nn.Module.__getattr__`, which finds the parameters.
+
+    Args:
+        module: Its parameters, not those of its children.
+        group: The tensor group.
+
+    Comm: in the backward pass one all-reduce over `group` per parameter, of its size.
+    """
+    shadows = {
+        name: sum_gradient(parameter, group)
+        for name, parameter in module._parameters.items()
+        if parameter is not None and parameter.requires_grad
+    }
+    module.__dict__.update(shadows)
+    try:
+        yield
+    finally:
+        for name in shadows:
+            del module.__dict__[name]
+
+
+class PartialGradients:
+    """A module each of whose calls gives a part of its parameters' gradients.
+
+    Comm: as `summed_gradients`.
+    """
+
+    partial_gradient_group: dist.ProcessGroup
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """What the module's own class computes."""
+        with summed_gradients(self, self.partial_gradient_group):
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+
+
+def sum_partial_gradients(module: nn.Module, group: dist.ProcessGroup) -> None:
+    """Lets a module sum the gradients of its own parameters over the tensor group.
+
+    Args:
+        module: Changed in place, such as a norm over this rank's heads.
+        group: The tensor group.
+    """
+    if not isinstance(module, PartialGradients):
+        derive(module, PartialGradients)
+    module.partial_gradient_group = group  # type: ignore[assignment]

@@ -1,0 +1,417 @@
+"""Sequence parallelism: between attention and MLP each tensor rank has its own positions of the sequence.
+
+The hidden states are cut where they enter the first block of a stack of blocks, and gathered behind the last one. What
+comes before (embeddings, position ids, masks, rotary embeddings) is computed by the model's own code on the whole
+sequence. In a block each module that it calls is one of these:
+
+- pointwise: treats positions one by one (norms, activations, dropout): runs on this rank's positions, and the gradients
+  of its parameters are summed over the tensor group;
+- a region: anything else (attention, MLP, experts, mixers): what it is given is gathered, what it returns cut again. A
+  region that ends in one row layer has that layer reduce-scatter its output instead of cutting the sum.
+
+Source: Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198, section 4.2.
+
+Legend: tp ranks of the group, B samples, T positions, t positions on a rank (T / tp, rounded up), H hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from ds_trainer.errors import ModelError
+from ds_trainer.models.blocks import blocks
+from ds_trainer.tensor_parallel.collectives import scatter_sequence
+from ds_trainer.tensor_parallel.derive import derive
+from ds_trainer.tensor_parallel.dropout import draw_seed
+from ds_trainer.tensor_parallel.linear import ColumnParallelLinear, ParallelLinear, RowParallelLinear
+from ds_trainer.tensor_parallel.partial import PartialGradients, summed_gradients
+from ds_trainer.tensor_parallel.positions import Positions, gathered, mapped, tensors
+from ds_trainer.tensor_parallel.splitter import Splitter
+
+_CUT = "sequence_cut"
+_POINTWISE = ("torch.nn.modules.activation", "torch.nn.modules.dropout", "transformers.activations")
+
+
+def cut_sequences(splitter: Splitter, own_masks: bool) -> None:
+    """Lets every stack of blocks of a split model work on cut sequences.
+
+    A sequence of no more positions than ranks, such as a token that is generated, stays whole.
+
+    Args:
+        splitter: The model, its layers swapped already; changed in place.
+        own_masks: Whether the model has dropout, so that each rank needs random masks for its own positions.
+
+    Raises:
+        ModelError: The model does not say what its blocks are, or skips some of them at random.
+    """
+    model = splitter.model
+    stacks = list(_stacks(model))
+    if not stacks:
+        raise _refusal(
+            f"{type(model).__name__} does not say what its blocks are",
+            "sequences are cut where they enter a stack of blocks: a list of modules of a class in `_no_split_modules`",
+        )
+    for owner, layers in stacks:
+        if getattr(owner, "layerdrop", 0.0):
+            raise _refusal(
+                f"{type(owner).__name__} has a layerdrop of {owner.layerdrop}, which skips blocks at random",
+                "sequences are cut at the first block and gathered behind the last one",
+            )
+        if _has_parameters(owner):
+            raise _refusal(
+                f"{type(owner).__name__} has parameters of its own: {', '.join(owner._parameters)}",
+                "sequences are cut at the first block and gathered behind the last one; what is done between them with "
+                "each rank's positions has no parameters",
+            )
+        _Stack(owner, layers, splitter, own_masks)
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """How the sequence is cut that a block is given.
+
+    Args:
+        length: T; None: it is whole.
+        parts: Numbers and names of arguments that are this rank's part, beside the hidden states.
+    """
+
+    length: int | None
+    parts: frozenset[int | str]
+
+
+class _Stack:
+    """A stack of blocks whose hidden states are cut.
+
+    Args:
+        owner: The module that runs the blocks.
+        layers: The blocks, in order.
+        splitter: Knows what was cut.
+        own_masks: Whether each rank needs random masks of its own.
+
+    Attributes:
+        positions: What the block that runs now works on; None: no block runs, or it works on whole sequences.
+    """
+
+    def __init__(self, owner: nn.Module, layers: nn.ModuleList, splitter: Splitter, own_masks: bool) -> None:
+        self.positions: Positions | None = None
+        self._splitter, self._group, self._own_masks = splitter, splitter.group, own_masks
+        self._length: int | None = None
+        self._is_cut = False
+        self._shape: tuple[int, ...] = ()
+        self._made: list[torch.Tensor] = []
+        owner.register_forward_pre_hook(self._begin, with_kwargs=True)
+        layers[0].register_forward_pre_hook(self._cut, with_kwargs=True)
+        for block in layers:
+            block.register_forward_pre_hook(self._pass_on, with_kwargs=True)
+            block.register_forward_hook(self._remember)
+            self._prepare(block)
+        norm = _final_norm(owner, layers)
+        if norm is None:
+            layers[-1].register_forward_hook(self._gather)
+        else:
+            self._derive(norm, _FinalNorm)
+        for child in owner.children():
+            if child not in (layers, norm):
+                for module in filter(_has_parameters, child.modules()):
+                    module.register_forward_pre_hook(self._refuse)
+        owner.register_forward_hook(self._end)
+
+    def _begin(self, owner: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        self._is_cut, self._made = False, []  # A forward that failed may have left it otherwise.
+        if kwargs.get("output_hidden_states") or getattr(getattr(owner, "config", None), "output_hidden_states", False):
+            raise _refusal(
+                "output_hidden_states is true",
+                "between blocks each rank has the hidden states of its own positions",
+            )
+        named = [kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None]
+        self._shape = tuple(tensors((named, args, kwargs))[0].shape[:2])
+
+    def _cut(self, block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        if self._is_cut:
+            raise _refusal(
+                f"{type(block).__name__} is run again before what the last block returned was used",
+                "sequences are cut at the first block and gathered behind the last one",
+            )
+        return _with_hidden(args, kwargs, self._scattered)
+
+    def _scattered(self, hidden_BTH: torch.Tensor) -> torch.Tensor:
+        if hidden_BTH.shape[:2] != self._shape:
+            raise _refusal(
+                f"the first block is given hidden states of shape {tuple(hidden_BTH.shape)} for input of shape "
+                f"{self._shape}",
+                "sequences are cut along the second dimension of hidden states",
+            )
+        # With one position on a rank, a mask for all heads would look like hidden states.
+        self._is_cut = hidden_BTH.shape[1] > self._group.size()
+        self._length = hidden_BTH.shape[1] if self._is_cut else None
+        return scatter_sequence(hidden_BTH, self._group) if self._is_cut else hidden_BTH
+
+    def _pass_on(self, block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        arguments: dict[int | str, Any] = dict(enumerate(args))
+        arguments.update(kwargs)
+        parts = set()
+        if self._length is not None:
+            made = {tensor.data_ptr() for tensor in self._made}
+            for name, value in arguments.items():
+                if isinstance(value, torch.Tensor) and self._is_by_position(value):
+                    arguments[name] = scatter_sequence(value, self._group)
+                    parts.add(name)
+                elif isinstance(value, torch.Tensor) and value.data_ptr() in made:
+                    parts.add(name)
+        # As an argument, so that the block is told the same when it is recomputed.
+        named = {name: value for name, value in arguments.items() if isinstance(name, str)}
+        return tuple(arguments[i] for i in range(len(args))), named | {_CUT: _Cut(self._length, frozenset(parts))}
+
+    def _is_by_position(self, x: torch.Tensor) -> bool:
+        """Whether a block's argument is floating-point numbers (B, T, ...), to be used beside hidden states."""
+        return x.dim() > 2 and x.is_floating_point() and x.shape[:2] == (self._shape[0], self._length)
+
+    def _remember(self, block: nn.Module, args: tuple, output: Any) -> None:
+        self._made = tensors(output)
+
+    def _gather(self, block: nn.Module, args: tuple, output: Any) -> Any:
+        return (self.joined(output[0]), *output[1:]) if isinstance(output, tuple) else self.joined(output)
+
+    def joined(self, hidden_BtH: torch.Tensor) -> torch.Tensor:
+        """The whole hidden states, which are cut no longer."""
+        if self._length is None:
+            return hidden_BtH
+        self._is_cut = False
+        return gathered(hidden_BtH, self._length, self._group)
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether hidden states are cut now, in a block or between them."""
+        return self._is_cut
+
+    def _refuse(self, module: nn.Module, args: tuple) -> None:
+        if self._is_cut:
+            raise _refusal(
+                f"a {type(module).__name__} is run between the blocks, or between the last one and its norm",
+                "sequences are cut at the first block and gathered behind the last one; what each rank does with its "
+                "positions between them has no parameters",
+            )
+
+    def _end(self, owner: nn.Module, args: tuple, output: Any) -> None:
+        self._made = []
+        if self._is_cut:
+            raise _refusal(
+                f"{type(owner).__name__} does not end with its last block, or its norm",
+                "sequences are cut at the first block and gathered behind the last one",
+            )
+
+    @contextmanager
+    def inside(self, block: nn.Module, args: tuple, kwargs: dict[str, Any], cut: _Cut) -> Iterator[None]:
+        """While a block runs on cut sequences."""
+        assert cut.length is not None
+        hidden: list[torch.Tensor] = []
+        rest = _with_hidden(args, kwargs, hidden.append)
+        whole = [value for name, value in (*enumerate(rest[0]), *rest[1].items()) if name not in cut.parts]
+        seed = draw_seed() if self._own_masks and block.training else None
+        before, self.positions = self.positions, Positions(hidden[0], tensors(whole), cut.length, self._group, seed)
+        try:
+            with self.positions.block(), summed_gradients(block, self._group):
+                yield
+        finally:
+            self.positions = before
+
+    def summed_gradients(self, module: nn.Module) -> Any:
+        """While a module with parameters runs on this rank's positions."""
+        return summed_gradients(module, self._group)
+
+    def _prepare(self, block: nn.Module) -> None:
+        self._derive(block, _Block)
+        for child in _called(block):
+            if isinstance(child, ColumnParallelLinear):
+                self._derive(child, _ColumnOfBlock)
+            elif isinstance(child, RowParallelLinear):
+                self._derive(child, _RowOfBlock)
+            elif _is_pointwise(child):
+                self._sum_gradients_in(child)
+            else:
+                self._derive(child, _Region)
+                region: Any = child
+                if (row := _exit(child, self._splitter)) is not None:
+                    row.register_forward_pre_hook(self._choose_output, prepend=True)  # Random masks go by it.
+                    for part in child.children():  # Its own parameters, such as sinks, are used on all positions.
+                        self._sum_gradients_in(part)
+                region.ends_in_row = row is not None
+
+    def _sum_gradients_in(self, module: nn.Module) -> None:
+        for each in list(module.modules()):
+            if any(parameter is not None for parameter in each._parameters.values()) and not isinstance(
+                each, ParallelLinear | PartialGradients
+            ):
+                self._derive(each, _Pointwise)
+
+    def _choose_output(self, row: RowParallelLinear, args: tuple[torch.Tensor, ...]) -> None:
+        positions = self.positions
+        row.sequence_parallel = (
+            positions is not None and positions.exit_width == row.out_features and positions.is_whole(args[0])
+        )
+
+    def _derive(self, module: Any, behaviour: type) -> None:
+        if not isinstance(module, behaviour):
+            derive(module, behaviour)
+            module.stack = self
+
+
+class _Behaviour:
+    """A module of a stack of blocks."""
+
+    stack: _Stack
+
+
+class _Block(_Behaviour):
+    """A block, told by an argument how its sequence is cut."""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        cut = kwargs.pop(_CUT)
+        if cut.length is None:
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+        with self.stack.inside(self, args, kwargs, cut):
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+
+
+class _Region(_Behaviour):
+    """A module of a block that works on all positions."""
+
+    ends_in_row: bool
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        positions = self.stack.positions
+        parts: list[torch.Tensor] = []
+        if positions is not None:
+            parts = [x for x in tensors((args, kwargs)) if positions.is_part(x) or positions.is_flat_part(x)]
+        if positions is None or not parts:
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+        flat = not any(positions.is_part(x) for x in parts)
+        args, kwargs = mapped((args, kwargs), positions.gathered)
+        # What is added to the row layer's output, such as a residual, would be whole.
+        scatters = self.ends_in_row and not flat and len(parts) == 1
+        with positions.region(parts[0].shape[-1] if scatters else None):
+            output = super().forward(*args, **kwargs)  # type: ignore[misc]
+        return mapped(output, lambda x: positions.scattered(x, flat))
+
+
+class _Pointwise(_Behaviour):
+    """A module with parameters that works on a rank's positions: always in a block, or behind a region's row layer."""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        positions = self.stack.positions
+        x = next(iter(tensors((args, kwargs))), None)
+        if positions is None or x is None or (positions.in_region and not (x.dim() == 3 and positions.is_part(x))):
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+        with self.stack.summed_gradients(self):
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+
+
+class _FinalNorm(_Behaviour):
+    """The norm behind the last block: runs on a rank's positions, which are gathered then."""
+
+    def forward(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not self.stack.is_cut:
+            return super().forward(x, *args, **kwargs)  # type: ignore[misc]
+        with self.stack.summed_gradients(self):
+            return self.stack.joined(super().forward(x, *args, **kwargs))  # type: ignore[misc]
+
+
+class _ColumnOfBlock(_Behaviour):
+    """A column layer that a block calls itself."""
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        positions = self.stack.positions
+        if positions is not None and positions.is_flat_part(x):
+            whole = gathered(x.unsqueeze(0), x.shape[0] * self.group.size(), self.group)
+            return super().forward(whole).squeeze(0)  # type: ignore[misc]
+        return super().forward(x if positions is None else positions.gathered(x))  # type: ignore[misc]
+
+
+class _RowOfBlock(_Behaviour):
+    """A row layer that a block calls itself."""
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        self.sequence_parallel = self.stack.positions is not None
+        if self.sequence_parallel and x.dim() == 2:
+            return super().forward(x.unsqueeze(0)).squeeze(0)  # type: ignore[misc]
+        return super().forward(x)  # type: ignore[misc]
+
+
+def _stacks(model: nn.Module) -> Iterator[tuple[nn.Module, nn.ModuleList]]:
+    """The stacks of blocks of the language model, not those of an encoder of images beside it."""
+    found = set(blocks(model))
+    decoder = model.get_decoder() if isinstance(model, PreTrainedModel) else model
+    for owner in decoder.modules():
+        for child in owner.children():
+            if isinstance(child, nn.ModuleList) and any(
+                block in found or isinstance(block, GradientCheckpointingLayer) for block in child
+            ):
+                yield owner, child
+
+
+def _final_norm(owner: nn.Module, layers: nn.ModuleList) -> nn.Module | None:
+    """The norm that an owner has after its blocks; None: there is none, or other modules that may come before it."""
+    children = list(owner.children())
+    after = [child for child in children[children.index(layers) + 1 :] if list(child.parameters())]
+    return after[0] if len(after) == 1 and _is_norm(after[0]) else None
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    """Whether a module has parameters of its own."""
+    return any(parameter is not None for parameter in module._parameters.values())
+
+
+def _called(module: nn.Module) -> Iterator[nn.Module]:
+    """The modules that a module calls: its children, those of lists in their stead."""
+    for child in module.children():
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):
+            yield from _called(child)
+        else:
+            yield child
+
+
+def _is_norm(module: nn.Module) -> bool:
+    return "Norm" in type(module).__name__ and all(parameter.dim() < 2 for parameter in module.parameters())
+
+
+def _is_pointwise(module: nn.Module) -> bool:
+    """Whether a module is known to treat positions one by one; of any other, a region is right too."""
+    if isinstance(module, nn.Identity) or _is_norm(module):
+        return True
+    return type(module).__module__ in _POINTWISE and not list(module.parameters())
+
+
+def _exit(region: nn.Module, splitter: Splitter) -> RowParallelLinear | None:
+    """The row layer in which a region ends: its own, nothing else in it sums over the tensor group.
+
+    Parameters of the region itself that are whole may be used behind it, on all positions or on some.
+    """
+    rows = [module for module in region.modules() if isinstance(module, RowParallelLinear)]
+    if len(rows) != 1 or rows[0] not in set(region.children()):
+        return None
+    cut = [p for m in region.modules() if not isinstance(m, ParallelLinear) for p in m.parameters(recurse=False)]
+    if any(splitter.is_cut(parameter) and parameter.dim() > 1 for parameter in cut):
+        return None
+    return rows[0] if all(map(splitter.is_cut, region.parameters(recurse=False))) else None
+
+
+def _with_hidden(
+    args: tuple, kwargs: dict[str, Any], function: Callable[[torch.Tensor], Any]
+) -> tuple[tuple, dict[str, Any]]:
+    """A block's arguments with the hidden states, its first tensor, replaced by the function's result."""
+    if args:
+        return (function(args[0]), *args[1:]), kwargs
+    name = next(name for name, value in kwargs.items() if isinstance(value, torch.Tensor))
+    return args, kwargs | {name: function(kwargs[name])}
+
+
+def _refusal(found: str, rule: str) -> ModelError:
+    return ModelError(found, rule, "set parallel.sequence_parallel to false")

@@ -1,0 +1,198 @@
+"""What each style of a plan does to a module or a parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from ds_trainer.errors import ModelError
+from ds_trainer.layout import Cut
+from ds_trainer.tensor_parallel.attention import column_cut, heads_of, qkv_cut
+from ds_trainer.tensor_parallel.embedding import make_vocab_parallel
+from ds_trainer.tensor_parallel.experts import EXPERT_STYLES
+from ds_trainer.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, column_bias_cut
+from ds_trainer.tensor_parallel.partial import sum_partial_gradients
+from ds_trainer.tensor_parallel.plan import generic
+from ds_trainer.tensor_parallel.sizes import Unit
+from ds_trainer.tensor_parallel.splitter import Splitter
+
+Style = Callable[[Splitter, str, nn.Module | nn.Parameter], None]
+
+
+def colwise(splitter: Splitter, name: str, target: nn.Module | nn.Parameter) -> None:
+    """Cuts the outputs; in an attention module between heads. A parameter: its rows, or its elements."""
+    if isinstance(target, nn.Parameter):
+        _cut_rows(splitter, name, target, 1)
+        return
+    heads = heads_of(splitter.parent(target), splitter.config)
+    shape, dim = _weight(name, target, "colwise")
+    if heads is None:
+        splitter.units.append(Unit(f"outputs of {generic(name)}", shape[dim]))
+        _column(splitter, target, Cut.even(shape, dim, splitter.size))
+        return
+    splitter.units += heads.units
+    _column(splitter, target, column_cut(heads, shape, dim, splitter.size))
+    splitter.cut_heads(splitter.parent(target), heads)
+
+
+def qkv_colwise(splitter: Splitter, name: str, target: nn.Module | nn.Parameter) -> None:
+    """Cuts queries, keys and values that lie side by side, each between heads."""
+    shape, dim = _weight(name, target, "qkv_colwise")
+    assert isinstance(target, nn.Module)
+    heads = heads_of(splitter.parent(target), splitter.config)
+    if heads is None:
+        raise ModelError(
+            f"style qkv_colwise is given to {name}, and nothing says how many heads its module has",
+            "queries, keys and values are cut between heads",
+            "give it another style in parallel.tp_plan",
+        )
+    splitter.units += heads.units
+    _column(splitter, target, qkv_cut(heads, shape, dim, splitter.size))
+    splitter.cut_heads(splitter.parent(target), heads)
+
+
+def colwise_gather_output(splitter: Splitter, name: str, target: nn.Module | nn.Parameter) -> None:
+    """Cuts the outputs, padded where they do not divide, and gathers them."""
+    shape, dim = _weight(name, target, "colwise_gather_output")
+    assert isinstance(target, nn.Module)
+    _column(splitter, target, padded_cut(shape, dim, splitter.size), gather_output=True)
+
+
+def packed_colwise(splitter: Splitter, name: str, target: nn.Module | nn.Parameter) -> None:
+    """Cuts the outputs of two layers packed into one, each by itself. A parameter: its rows."""
+    if isinstance(target, nn.Parameter):
+        _cut_rows(splitter, name, target, 2)
+        return
+    shape, dim = _weight(name, target, "packed_colwise")
+    splitter.units.append(Unit(f"outputs in each half of {generic(name)}", shape[dim] // 2))
+    _column(splitter, target, _even(shape, dim, splitter.size, 2))
+
+
+def rowwise(splitter: Splitter, name: str, target: nn.Module | nn.Parameter) -> None:
+    """Cuts the inputs, of which each rank has its part, and sums the outputs. A parameter: its columns."""
+    if isinstance(target, nn.Parameter):
+        _cut_columns(splitter, name, target, 1)
+        return
+    heads = heads_of(splitter.parent(target), splitter.config)
+    _row(splitter, name, target, 1)
+    if heads is not None:
+        splitter.units += heads.units
+
+
+def rowwise_split_input(splitter: Splitter, name: str, target: nn.Module | nn.Parameter) -> None:
+    """Cuts the inputs, which each rank has whole, and sums the outputs."""
+    _row(splitter, name, target, 1).input_is_whole = True
+
+
+def packed_rowwise(splitter: Splitter, name: str, target: nn.Module | nn.Parameter) -> None:
+    """Cuts the inputs of two layers packed into one. A parameter: its columns."""
+    if isinstance(target, nn.Parameter):
+        _cut_columns(splitter, name, target, 2)
+    else:
+        _row(splitter, name, target, 2)
+
+
+def embedding_rowwise(splitter: Splitter, name: str, target: Any) -> None:
+    """Cuts an embedding's rows, padded where they do not divide, and sums the outputs."""
+    if not isinstance(target, nn.Embedding):
+        raise _misfit(name, target, "embedding_rowwise")
+    cut = padded_cut(tuple(target.weight.shape), 0, splitter.size)
+    weight: Any = target.weight
+    make_vocab_parallel(target, cut, splitter.group)
+    target.weight = splitter.local(weight, cut)
+    for module in target.modules():
+        if module is not target and list(module.parameters(recurse=False)):
+            sum_partial_gradients(module, splitter.group)  # It sees the tokens that this rank has.
+
+
+def replicated_with_grad_allreduce(splitter: Splitter, name: str, target: nn.Module | nn.Parameter) -> None:
+    """Leaves a module whole that is used on this rank's part of the activations: its gradients are summed."""
+    if not isinstance(target, nn.Module):
+        raise _misfit(name, target, "replicated_with_grad_allreduce")
+    sum_partial_gradients(target, splitter.group)
+
+
+def stays(splitter: Splitter, name: str, target: nn.Module | nn.Parameter) -> None:
+    """Leaves a module as it is: whole, or with parameters of which each has its own style."""
+
+
+STYLES: dict[str, Style] = {
+    "colwise": colwise,
+    "colwise_gather_output": colwise_gather_output,
+    "embedding_rowwise": embedding_rowwise,
+    "local_params": stays,
+    "packed_colwise": packed_colwise,
+    "packed_rowwise": packed_rowwise,
+    "qkv_colwise": qkv_colwise,
+    "replicate": stays,
+    "replicated_with_grad_allreduce": replicated_with_grad_allreduce,
+    "rowwise": rowwise,
+    "rowwise_split_input": rowwise_split_input,
+    **EXPERT_STYLES,
+}
+"""Name of a style -> what it does: cuts or changes a module or parameter of this name."""
+
+
+def padded_cut(shape: tuple[int, ...], dim: int, size: int) -> Cut:
+    """Equal parts for `size` ranks along a dimension, the last ones padded."""
+    along = Cut.padded((shape[dim],), size)
+    return Cut(shape, dim, along.ranges, along.length)
+
+
+def _weight(name: str, target: object, style: str) -> tuple[tuple[int, ...], int]:
+    """Shape of a linear layer's weight, and its dimension of outputs."""
+    # What a derived class computes beyond the product would be lost.
+    if not isinstance(target, nn.Linear | Conv1D) or type(target).forward not in (nn.Linear.forward, Conv1D.forward):
+        raise _misfit(name, target, style)
+    return tuple(target.weight.shape), int(isinstance(target, Conv1D))
+
+
+def _column(splitter: Splitter, module: nn.Module, cut: Cut, gather_output: bool = False) -> None:
+    layer = ColumnParallelLinear.from_module(module, cut, splitter.group)
+    layer.gather_output = gather_output
+    splitter.swap(module, layer, {"weight": cut, "bias": column_bias_cut(cut)})
+
+
+def _row(splitter: Splitter, name: str, target: nn.Module | nn.Parameter, parts: int) -> RowParallelLinear:
+    shape, outputs = _weight(name, target, "rowwise")
+    assert isinstance(target, nn.Module)
+    dim = 1 - outputs
+    splitter.units.append(Unit(f"inputs of {generic(name)}", shape[dim] // parts))
+    cut = _even(shape, dim, splitter.size, parts)
+    layer = RowParallelLinear.from_module(target, cut, splitter.group)
+    splitter.swap(target, layer, {"weight": cut})
+    return layer
+
+
+def _cut_rows(splitter: Splitter, name: str, parameter: nn.Parameter, parts: int) -> None:
+    dim = max(parameter.dim() - 2, 0)
+    splitter.units.append(Unit(f"rows of {generic(name)}", parameter.shape[dim] // parts))
+    _cut(splitter, name, _even(tuple(parameter.shape), dim, splitter.size, parts))
+
+
+def _cut_columns(splitter: Splitter, name: str, parameter: nn.Parameter, parts: int) -> None:
+    if parameter.dim() == 1:
+        return  # A bias of summed outputs.
+    dim = parameter.dim() - 1
+    splitter.units.append(Unit(f"columns of {generic(name)}", parameter.shape[dim] // parts))
+    _cut(splitter, name, _even(tuple(parameter.shape), dim, splitter.size, parts))
+
+
+def _cut(splitter: Splitter, name: str, cut: Cut) -> None:
+    module, _, attribute = name.rpartition(".")
+    splitter.cut_parameter(splitter.model.get_submodule(module), attribute, cut)
+
+
+def _even(shape: tuple[int, ...], dim: int, size: int, parts: int) -> Cut:
+    return Cut.even(shape, dim, size, (shape[dim] // parts,) * parts)
+
+
+def _misfit(name: str, target: object, style: str) -> ModelError:
+    return ModelError(
+        f"style {style} is given to {name}, which is a {type(target).__name__}",
+        "each style fits some kinds of layers, such as Linear and Conv1D, or Embedding",
+        "give it another style in parallel.tp_plan, or `replicate`",
+    )

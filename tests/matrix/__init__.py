@@ -1,0 +1,1 @@
+"""Every model type that has a tensor-parallel plan, split over two ranks and held to one process."""

@@ -1,0 +1,202 @@
+"""The spine under tensor parallelism: every engine, with and without sequence and data parallelism beside it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.helpers.parity import STEPS, Recorder, cell_config, collate, compare_weights, rows, write_reference
+from tests.helpers.world import RankFailed
+from tests.procs.test_spine import CELLS, SHAPE, Collectives
+
+TP = 2
+ENGINES = ("ddp", "fsdp2", "zero1", "zero2", "zero3", "zero2-cpu")
+# (engine, sequence parallelism, data ranks)
+QUICK = [("ddp", False, 1), ("zero2", True, 1), ("zero3", False, 1), ("fsdp2", False, 2)]
+LAYOUTS = [(engine, sequence, data) for data in (1, 2) for sequence in (False, True) for engine in ENGINES]
+ONE_KV_HEAD = SHAPE | {"num_key_value_heads": 1}
+CUT = {"q_proj": 0, "k_proj": 0, "v_proj": 0, "gate_proj": 0, "up_proj": 0, "o_proj": 1, "down_proj": 1}
+"""Dimension of its weight along which a layer is cut."""
+
+
+def quick_or_slow(layouts, quick):
+    """`make test-all` runs the others too."""
+    params = []
+    for engine, sequence, data in layouts:
+        marks = [] if (engine, sequence, data) in quick else [pytest.mark.slow]
+        name = f"{engine}{'-sequence' if sequence else ''}-dp{data}"
+        params.append(pytest.param(engine, sequence, data, marks=marks, id=name))
+    return params
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory):
+    """One process's run by optimizer and shape, made when it is first asked for."""
+    made: dict[tuple, Path] = {}
+
+    def reference(optimizer: str, shape: dict) -> Path:
+        key = (optimizer, *shape.items())
+        if key not in made:
+            made[key] = tmp_path_factory.mktemp(optimizer)
+            torch.set_num_threads(2)
+            write_reference(made[key], optimizer, **shape)
+        return made[key]
+
+    return reference
+
+
+def sections(engine: str, **parallel) -> dict:
+    cell = CELLS[engine]
+    return cell | {"parallel": cell["parallel"] | {"tp": TP} | parallel}
+
+
+def run_cell(reference: Path, out: Path, data: int, optimizer: str, sections: dict, fault: str | None = None) -> dict:
+    """One layout on this rank, compared with the reference step by step; returns what proves that it was split."""
+    from ds_trainer.trainer import Trainer
+
+    config = cell_config(reference, out, data, optimizer, **sections)
+    config["model"] = config["model"] | {"path": str(reference / "checkpoint")}
+    data_rows = rows(SHAPE["vocab"])
+    trainer = Trainer(config=config, train_dataset=data_rows, data_collator=collate, callbacks=[Recorder(reference)])
+    witness = Witness(trainer)
+    if fault is not None:
+        FAULTS[fault](trainer)
+    with witness.collectives:
+        trainer.train()
+    proof = witness.proof()
+    compare_weights(trainer, reference, optimizer)
+    trainer.close()
+    return proof
+
+
+class Witness:
+    """Looks at live objects while a cell runs: positions that a norm sees, collectives, shapes of the parameters."""
+
+    def __init__(self, trainer) -> None:
+        self.trainer = trainer
+        self.positions: Counter[tuple[int, int]] = Counter()
+        self.released = True
+        self.collectives = Collectives()
+        body = trainer.run.model.model
+        body.register_forward_pre_hook(self._see_ids, with_kwargs=True)
+        body.layers[0].input_layernorm.register_forward_pre_hook(self._see_hidden)
+        self._projection = body.layers[0].self_attn.q_proj
+        body.layers[0].mlp.register_forward_pre_hook(self._see_released)
+
+    def _see_ids(self, module, args, kwargs) -> None:
+        self._length = kwargs["input_ids"].shape[1]
+
+    def _see_hidden(self, module, args) -> None:
+        self.positions[self._length, args[0].shape[1]] += 1
+
+    def _see_released(self, module, args) -> None:
+        self.released &= self._projection.weight.numel() == 0
+
+    def proof(self) -> dict:
+        named = self.trainer.run.model.named_parameters()
+        return {
+            "facts": self.trainer.engine.facts(),
+            "shapes": {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in named},
+            "positions": self.positions,
+            "collectives": self.collectives.counts,
+            "released": self.released,
+            "norm": self.trainer.state.grad_norm,
+        }
+
+
+def input_gradients_not_summed(trainer) -> None:
+    """Each rank goes on with its own part of the MLP's input gradient."""
+    for layer in trainer.run.model.model.layers:
+        layer.mlp.gate_proj.column_group._group = trainer.run.mesh.dp_group  # of one rank
+
+
+def copies_counted_twice(trainer) -> None:
+    """Every tensor rank adds its copies of the norms' gradients to the global norm."""
+    trainer.engine._split = replace(trainer.engine._split, rank=0)
+
+
+FAULTS = {f.__name__: f for f in (input_gradients_not_summed, copies_counted_twice)}
+
+
+@pytest.mark.case("B8", "G6", "I2", "I4")
+@pytest.mark.parametrize("optimizer", ["sgd", pytest.param("adamw", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("engine", "sequence", "data"), quick_or_slow(LAYOUTS, QUICK))
+def test_tensor_ranks_equal_one_process(world, references, tmp_path, engine, sequence, data, optimizer):
+    folder = references(optimizer, SHAPE)
+    cell = sections(engine, sequence_parallel=sequence)
+    proofs = world(run_cell, TP * data, folder, tmp_path, data, optimizer, cell)
+    for proof in proofs:
+        check_split(proof, data, kv_heads=2)
+        check_sequence(proof, sequence)
+        if engine == "zero3":
+            assert proof["released"], "attention's parameters must be released before the MLP runs"
+    assert len({proof["norm"] for proof in proofs}) == 1, "bit for bit the same on all ranks"
+
+
+@pytest.mark.case("I1", "G6")
+@pytest.mark.parametrize(("engine", "sequence", "data"), quick_or_slow(LAYOUTS, [("zero1", True, 1)]))
+def test_copies_of_a_kv_head_equal_one_process(world, references, tmp_path, engine, sequence, data):
+    folder = references("sgd", ONE_KV_HEAD)
+    cell = sections(engine, sequence_parallel=sequence)
+    for proof in world(run_cell, TP * data, folder, tmp_path, data, "sgd", cell):
+        check_split(proof, data, kv_heads=1)
+
+
+@pytest.mark.slow
+@pytest.mark.case("H1")
+@pytest.mark.parametrize("how", [True, "selective"])
+@pytest.mark.parametrize("engine", ["ddp", "zero2", "zero3", "fsdp2"])
+@pytest.mark.parametrize("sequence", [False, True], ids=["tensor", "sequence"])
+def test_recomputed_blocks_equal_one_process(world, references, tmp_path, engine, sequence, how):
+    cell = sections(engine, sequence_parallel=sequence) | {"model": {"gradient_checkpointing": how}}
+    for proof in world(run_cell, TP, references("sgd", SHAPE), tmp_path, 1, "sgd", cell):
+        check_split(proof, 1, kv_heads=2)
+        check_sequence(proof, sequence)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [4, 8])
+def test_tensor_ranks_beside_copies_of_the_model_equal_one_process(world, references, tmp_path, ranks):
+    cell = {"parallel": {"engine": "fsdp2", "dp_replicate": 2, "tp": TP}}
+    for proof in world(run_cell, ranks, references("sgd", SHAPE), tmp_path, ranks // TP, "sgd", cell):
+        assert proof["facts"].settings["parallel.tp"] == TP
+        assert proof["facts"].group_size == ranks // TP
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [("input_gradients_not_summed", "gradient of .* is off by"), ("copies_counted_twice", "norms .* != ")],
+)
+def test_a_planted_fault_turns_the_spine_red(world, references, tmp_path, fault, message):
+    with pytest.raises(RankFailed, match=message):
+        world(run_cell, TP, references("sgd", SHAPE), tmp_path, 1, "sgd", sections("ddp"), fault)
+
+
+def check_split(proof: dict, data: int, kv_heads: int) -> None:
+    facts, shapes = proof["facts"], proof["shapes"]
+    assert facts.settings["parallel.tp"] == TP and facts.group_size == data
+    hidden, inner = SHAPE["hidden"], SHAPE["intermediate"]
+    assert shapes["model.embed_tokens.weight"] == (-(-SHAPE["vocab"] // TP), hidden), "padded"
+    whole = {"q": (hidden, hidden), "k": (kv_heads * hidden // 4, hidden), "o": (hidden, hidden)}
+    whole |= {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
+    whole["v"] = whole["k"]
+    for name, dim in CUT.items():
+        expected = list(whole[name.removesuffix("_proj")])
+        if not (name in ("k_proj", "v_proj") and kv_heads == 1):
+            expected[dim] //= TP
+        found = [shape for parameter, shape in shapes.items() if parameter.endswith(f"{name}.weight")]
+        assert found == [tuple(expected)] * SHAPE["layers"]
+    held = sum(torch.Size(shape).numel() for shape in shapes.values()) * 4
+    shards = data if facts.stage == 3 or facts.engine == "FSDP2" else 1
+    assert facts.param_bytes == pytest.approx(held / shards, rel=0.02)
+
+
+def check_sequence(proof: dict, sequence: bool) -> None:
+    assert sum(proof["positions"].values()) == proof["positions"].total() > STEPS
+    for length, seen in proof["positions"]:
+        assert seen == (-(-length // TP) if sequence else length)
+    assert any(length % TP for length, _ in proof["positions"]), "some lengths do not divide"

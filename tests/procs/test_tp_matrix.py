@@ -1,0 +1,57 @@
+"""Tensor parallelism on the model types that most people train, and on those of each special style; `make matrix-tp`
+takes all.
+"""
+
+import pytest
+
+from ds_trainer.models.spec import families
+from tests.matrix.__main__ import TABLE, run, table
+from tests.matrix.compare import compare_all, worst
+
+SAMPLE = ["llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral", "gemma2", "gemma3_text", "phi3", "gpt2"]
+SAMPLE += ["gpt_neox", "olmo2"]
+# mla_kv_a_proj, moe_output_bias, all_reduce, moe_identity_expert, embedding_colwise.
+SPECIAL = ["deepseek_v3", "gpt_oss", "inkling_text", "longcat_flash", "qwen4_exp_text"]
+
+
+@pytest.fixture(scope="module")
+def outcomes(world):
+    return world(compare_all, 2, [*SAMPLE, *SPECIAL])[0]
+
+
+@pytest.mark.parametrize("model_type", [*SAMPLE, *SPECIAL])
+def test_loss_and_gradients_are_those_of_one_process_without_and_with_sequence_parallelism(outcomes, model_type):
+    for outcome in outcomes[model_type]:
+        assert (outcome.verdict, outcome.reason) == ("passed", "")
+        assert outcome.share < 0.75
+
+
+@pytest.mark.parametrize(
+    "model_type, name, style, off",
+    [
+        ("qwen3", "model.layers.*.self_attn.q_norm", "replicate", "self_attn.q_norm.weight is off by"),
+        ("mixtral", "model.layers.*.mlp.experts", "local_params", "mlp.experts.down_proj is off by"),
+        ("mixtral", "model.layers.*.mlp.experts.gate_up_proj", "colwise", "mlp.experts.gate_up_proj is off by"),
+        (
+            "deepseek_v3",
+            "model.layers.*.self_attn.kv_a_proj_with_mqa",
+            "replicate",
+            "kv_a_proj_with_mqa.weight is off",
+        ),
+        ("longcat_flash", "model.layers.*.mlp.experts.identity_expert", "replicate", "loss is off by"),
+        ("gpt_oss", "model.layers.*.mlp.experts.down_proj_bias", "replicate", "mlp.experts.down_proj_bias is off by"),
+    ],
+)
+def test_a_style_that_is_left_out_shows(world, model_type, name, style, off):
+    plain, _ = world(compare_all, 2, [model_type], {name: style})[0][model_type]
+    assert plain.verdict == "failed"
+    assert off in plain.reason
+
+
+@pytest.mark.slow
+def test_every_model_type_with_a_plan_is_as_the_table_in_the_docs_says():
+    outcomes = run([name for name, family in families().items() if family.tp_plan])
+    verdicts = {name: worst(pair).verdict for name, pair in outcomes.items()}
+    assert "failed" not in verdicts.values(), {n: pair for n, pair in outcomes.items() if verdicts[n] == "failed"}
+    assert list(verdicts.values()).count("passed") >= 105
+    assert table(outcomes) == TABLE.read_text(), "run `make matrix-tp`"

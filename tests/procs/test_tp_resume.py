@@ -1,0 +1,154 @@
+"""Checkpoints under tensor parallelism: each element is saved once, and a run goes on from them bit for bit."""
+
+from __future__ import annotations
+
+import json
+import logging
+from math import prod
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM
+
+from ds_trainer.cli import main
+from ds_trainer.errors import CheckpointError
+from ds_trainer.log import get_logger
+from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.resume import state_hash
+from tests.helpers.runs import largest_difference, make_trainer, weights
+from tests.helpers.tiny import samples
+from tests.procs.test_spine import CELLS
+
+ADAMW = {"name": "adamw", "lr": 1e-2, "eps": 1e-4, "weight_decay": 0.1}
+ROWS = samples(16)
+ODD = ("llama_tied", {"vocab_size": 321, "num_key_value_heads": 1, "attention_dropout": 0.1})
+"""A vocabulary with a row of padding, and one KV head, of which each tensor rank has a copy."""
+SAVED, STEPS = 2, 4
+
+
+def train(out: Path, model: str, cell: str, keys: dict, checkpoint: dict, batch: dict | None = None):
+    """Trains to the fourth step; the log of its losses, a hash of weights and states, and the weights."""
+    sections = CELLS[cell] | {"parallel": CELLS[cell].get("parallel", {}) | keys}
+    trainer = make_trainer(
+        cell.split("-")[0],
+        out,
+        model=model,
+        rows=ROWS,
+        optimizer=ADAMW,
+        batch=batch or {"global_size": 8, "micro_size": 2},
+        data={"shuffle": True},
+        run={"max_steps": STEPS},
+        checkpoint={"every_steps": SAVED, "keep_last": 9, "export": False} | checkpoint,
+        **sections,
+    )
+    began = trainer.state.global_step, weights(trainer)
+    trainer.train()
+    losses = [line.loss for line in trainer.state.log_history]
+    result = began, losses, state_hash(trainer), weights(trainer)
+    trainer.close()
+    return result
+
+
+def check_each_element_is_saved_once(folder: Path, whole: dict[str, torch.Tensor]):
+    """The boxes of each tensor of a checkpoint make it whole, without overlap, in as many bytes as it has."""
+    index = json.loads((folder / "index.json").read_text())
+    assert {name.removeprefix("master/") for name in index if name.startswith("master/")} == whole.keys()
+    in_files = 0
+    for path in folder.glob("state-*"):
+        with safe_open(path, framework="pt") as file:
+            in_files += sum(prod(file.get_slice(key).get_shape()) for key in file.keys())  # noqa: SIM118
+    assert in_files == sum(prod(entry["shape"]) for entry in index.values())
+    for fqn, entry in index.items():
+        owners = torch.zeros(entry["shape"], dtype=torch.int)
+        for box in entry["boxes"]:
+            owners[tuple(slice(o, o + n) for o, n in zip(box["offsets"], box["sizes"], strict=True))] += 1
+        assert (owners == 1).all(), fqn
+        if owners.dim():
+            assert owners.shape == whole[fqn.partition("/")[2]].shape, "the vocabulary's padding is in no file"
+
+
+QUICK = ["zero1"]
+
+
+@pytest.mark.case("I7", "C2")
+@pytest.mark.parametrize(
+    "cell", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CELLS]
+)
+def test_a_run_goes_on_bit_for_bit_from_a_checkpoint_that_holds_each_element_once(world, tmp_path, cell):
+    model = make_checkpoint(tmp_path / "source", ODD[0], **ODD[1])
+    straight = world(train, 4, tmp_path / "straight", model, cell, {"tp": 2}, {})
+    saved = tmp_path / "straight" / f"checkpoint-{SAVED}"
+    check_each_element_is_saved_once(saved, straight[0][3])
+    resumed = world(train, 4, tmp_path / "cut", model, cell, {"tp": 2}, {"resume": str(saved)})
+    for (_, losses, state, _), ((step, _), later_losses, later_state, _) in zip(straight, resumed, strict=True):
+        assert step == SAVED
+        assert later_losses == losses
+        assert later_state == state
+
+
+def refused(*args):
+    with pytest.raises(CheckpointError) as caught:
+        train(*args)
+    return str(caught.value)
+
+
+ANOTHER_TP = [("zero2", 4, "ddp", 4), ("ddp", 1, "zero3", 2), ("fsdp2", 2, "zero1", 1), ("ddp", 2, "fsdp2", 4)]
+
+
+@pytest.mark.slow
+@pytest.mark.case("I2", "I7")
+@pytest.mark.parametrize(("before", "tp", "after", "later_tp"), ANOTHER_TP)
+def test_at_another_tp_its_weights_are_offered_and_are_those_that_were_saved(
+    world, tmp_path, before, tp, after, later_tp
+):
+    model = make_checkpoint(tmp_path / "source", ODD[0], **ODD[1])
+    ((_, _, _, saved), *_) = world(train, 4, tmp_path / "run", model, before, {"tp": tp}, {})
+    keys, auto = {"tp": later_tp}, {"resume": "auto"}
+    for text in world(refused, 4, tmp_path / "run", model, after, keys, auto):
+        assert f"was saved by {words(before, tp)}" in text
+        assert f"this run is {words(after, later_tp)}" in text
+        assert "checkpoint.resume_weights_only" in text
+    only = auto | {"resume_weights_only": True}
+    ((step, began), *_), *_ = world(train, 4, tmp_path / "run", model, after, keys, only)
+    assert step == 0
+    assert largest_difference(began, saved) == 0
+
+
+def warned(out, model, keys, checkpoint):
+    """Losses of a run that goes on, and the warnings that it began with."""
+    said = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())
+    get_logger().addHandler(handler)
+    return train(out, model, "ddp", keys, checkpoint)[1], said
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_sequence_parallelism_and_says_what_that_changes(world, tmp_path):
+    model = make_checkpoint(tmp_path / "source", "llama")
+    straight = world(train, 2, tmp_path / "straight", model, "ddp", {"tp": 2}, {})[0][1]
+    keys, resume = {"tp": 2, "sequence_parallel": True}, {"resume": str(tmp_path / "straight" / f"checkpoint-{SAVED}")}
+    losses, said = world(warned, 2, tmp_path / "cut", model, keys, resume)[0]
+    assert losses == pytest.approx(straight, rel=1e-4)
+    was, now = (f"tp 2{more}, 1 data ranks, ddp" for more in ("", " with sequence parallelism"))
+    assert any(f"was saved by {was}" in text and f"goes on with {now}" in text for text in said), said
+
+
+def words(cell, tp):
+    return f"tp {tp}, {4 // tp} data ranks" if tp > 1 else "4 data ranks"
+
+
+@pytest.mark.slow
+def test_one_process_goes_on_from_the_weights_and_exports_them(world, tmp_path):
+    model = make_checkpoint(tmp_path / "source", ODD[0], **ODD[1])
+    saved = world(train, 4, tmp_path / "run", model, "zero1", {"tp": 2}, {})[0][3]
+    folder = tmp_path / "run" / f"checkpoint-{STEPS}"
+    only = {"resume": str(folder), "resume_weights_only": True}
+    ((_, began), *_), *_ = world(train, 1, tmp_path / "alone", model, "ddp", {}, only)
+    assert largest_difference(began, saved) == 0
+    assert main(["export", str(folder), "--out", str(tmp_path / "hf"), "--dtype", "fp32"]) == 0
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
+    assert exported.lm_head.weight.shape[0] == ODD[1]["vocab_size"]
+    assert largest_difference(dict(exported.named_parameters()), saved) == 0

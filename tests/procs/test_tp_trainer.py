@@ -1,0 +1,158 @@
+"""What surrounds a step under tensor parallelism: samples, evaluation, predictions, text, and tensor ranks held to
+the same samples."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ds_trainer.errors import DataError
+from tests.helpers.runs import D8, collate, largest_difference, make_trainer, weights
+from tests.helpers.tiny import samples, tiny_llama
+from tests.helpers.tokenizers import make_tokenizer
+
+SAMPLES = 64
+
+
+def parallel(engine: str = "ddp", **keys) -> dict:
+    return {"engine": engine, "tp": 2, **keys}
+
+
+def read_an_epoch(out):
+    """Steps, the samples this rank computed on, its place, and the learning rate after the last step."""
+    seen = []
+
+    def logged(features):
+        seen.extend(feature["index"] for feature in features)
+        return collate([{"input_ids": feature["input_ids"], "labels": feature["labels"]} for feature in features])
+
+    rows = [row | {"index": i} for i, row in enumerate(samples(SAMPLES))]
+    trainer = make_trainer(
+        "ddp",
+        out,
+        rows=rows,
+        given={"data_collator": logged},
+        parallel=parallel(),
+        batch={"global_size": None, "micro_size": 2, "accumulation": 2},
+        data={"shuffle": True},
+        schedule={"name": "linear"},
+        run={"max_steps": None, "epochs": 1},
+    )
+    del seen[:]  # Samples that set-up has probed.
+    trainer.train()
+    grid = trainer.run.mesh.grid
+    return trainer.state.global_step, seen, (grid.dp_rank, grid.tp_rank), trainer.engine.param_groups()[0]["lr"]
+
+
+@pytest.mark.case("A4")
+def test_an_epoch_counts_data_ranks_and_each_sees_its_own_samples(world, tmp_path):
+    everyone = world(read_an_epoch, 4, tmp_path)
+    assert [place for _, _, place, _ in everyone] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert all(steps == SAMPLES // (2 * 2 * 2) and lr == 0.0 for steps, *_, lr in everyone)
+    first, second = everyone[0][1], everyone[2][1]
+    assert everyone[1][1] == first and everyone[3][1] == second
+    assert sorted(first + second) == list(range(SAMPLES))
+
+
+def model():
+    """Untied, with an odd vocabulary, of the size of the tokenizer's."""
+    return tiny_llama(vocab=301, tied=False, initializer_range=0.5)
+
+
+def use(out, tp: int, sections: dict):
+    """Loss of an evaluation, its predictions, continued texts, and the weights after one step."""
+    trainer = make_trainer(
+        "ddp",
+        out / f"tp{tp}",
+        model=model(),
+        given={"processing_class": make_tokenizer(), "eval_dataset": D8[:5]},
+        **{"parallel": parallel(tp=tp), "evaluation": {"batch_size": 2}} | sections,
+    )
+    evaluation = trainer.evaluate()
+    predicted = trainer.predict(D8[:5])
+    texts = trainer.generate(["<s>a", "<s>bc", "<s>"], max_new_tokens=8)
+    drawn = trainer.generate(["<s>a", "<s>b"], max_new_tokens=8, do_sample=True, temperature=1.5)
+    trainer.train()
+    return evaluation["eval_loss"], predicted.predictions, (texts, drawn), trainer.state.loss, weights(trainer)
+
+
+def close(got, expected):
+    eval_loss, predictions, texts, loss, values = got
+    assert eval_loss == pytest.approx(expected[0], rel=1e-6)
+    torch.testing.assert_close(torch.tensor(predictions), torch.tensor(expected[1]), rtol=1e-5, atol=1e-4)
+    assert predictions.shape[-1] == 301
+    assert texts == expected[2]
+    assert loss == pytest.approx(expected[3], rel=1e-6)
+    assert largest_difference(values, expected[4]) < 1e-5
+
+
+@pytest.fixture(scope="module")
+def expected(world, tmp_path_factory):
+    return world(use, 1, tmp_path_factory.mktemp("one"), 1, {"parallel": {"engine": "ddp"}})[0]
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {},
+        {"loss": {"chunk_tokens": 7}, "parallel": parallel(sequence_parallel=True)},
+        pytest.param({"loss": {"chunk_tokens": 7}}, marks=pytest.mark.slow),
+        pytest.param({"parallel": parallel(sequence_parallel=True)}, marks=pytest.mark.slow),
+        pytest.param({"parallel": parallel("fsdp2")}, marks=pytest.mark.slow),
+        pytest.param({"parallel": parallel("deepspeed"), "zero": {"stage": 3}}, marks=pytest.mark.slow),
+    ],
+    ids=["plain", "chunks and sequence", "chunks", "sequence", "fsdp2", "zero3"],
+)
+def test_losses_predictions_and_texts_are_those_of_one_process(world, tmp_path, expected, sections):
+    for got in world(use, 2, tmp_path, 2, sections):
+        close(got, expected)
+
+
+def smoothed(out, tp: int):
+    trainer = make_trainer("ddp", out / f"tp{tp}", parallel=parallel(tp=tp), loss={"label_smoothing": 0.1})
+    trainer.train()
+    return trainer.state.loss, weights(trainer)
+
+
+def test_label_smoothing_is_over_the_whole_vocabulary(world, tmp_path):
+    (loss, values), *_ = world(smoothed, 1, tmp_path, 1)
+    for got_loss, got in world(smoothed, 2, tmp_path, 2):
+        assert got_loss == pytest.approx(loss, rel=1e-6)
+        assert largest_difference(got, values) < 1e-5
+
+
+class DrawnAnew:
+    """Samples that depend on the rank that reads them, from the third one on, which set-up does not probe."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, i: int) -> dict:
+        ids = list(D8[i % 8]["input_ids"])
+        if i in (2, 3):
+            ids[1] = 3 + self.rank
+        return {"input_ids": ids, "labels": ids}
+
+
+def train_on_other_samples(out):
+    import torch.distributed as dist
+
+    trainer = make_trainer(
+        "ddp", out, rows=DrawnAnew(dist.get_rank()), parallel=parallel(), batch={"global_size": 4, "micro_size": 1}
+    )
+    try:
+        trainer.train()
+    except DataError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.case("I5")
+def test_tensor_ranks_that_draw_other_samples_are_stopped_with_both_hashes(world, tmp_path):
+    texts = world(train_on_other_samples, 4, tmp_path)
+    assert len(set(texts)) == 1
+    assert "step 1: ranks that share one copy of the model hold different samples (rank" in texts[0]
+    assert texts[0].count("hash") == 2

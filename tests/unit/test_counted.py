@@ -1,0 +1,69 @@
+"""What counts in the gradient norm of a split model: every element of a full tensor once, whoever holds it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ds_trainer.engines.mpu import counts_in_norm
+from ds_trainer.errors import EngineError
+from ds_trainer.layout import Cut
+from ds_trainer.tensor_parallel.split import ModelSplit
+
+# Query heads 0-3 of width 2 and their only KV head, packed in 10 rows: each of 2 ranks has two query heads, both have
+# the KV head.
+PACKED = Cut((10, 3), 0, (((0, 4), (8, 10)), ((4, 8), (8, 10))), 6)
+CUTS = {
+    "rows": Cut.even((8, 3), 0, 2),
+    "columns": Cut.even((3, 8), 1, 2),
+    "gate and up": Cut.even((8, 3), 0, 2, (4, 4)),
+    "an odd vocabulary": Cut.padded((7, 3), 2),
+    "one kv head": Cut.repeated((4, 3), 0, 2, 1),
+    "two kv heads on four ranks": Cut.repeated((4, 3), 0, 4, 2),
+    "packed with the only kv head": PACKED,
+    "packed the other way round": Cut((3, 10), 1, PACKED.ranges, 6),
+}
+
+
+def local(cut: Cut, rank: int, full: torch.Tensor) -> torch.Tensor:
+    own = full.new_zeros(cut.local_shape)
+    at = 0
+    for start, stop in cut.ranges[rank]:
+        own.narrow(cut.dim, at, stop - start).copy_(full.narrow(cut.dim, start, stop - start))
+        at += stop - start
+    return own
+
+
+@pytest.mark.case("G6", "I1")
+@pytest.mark.parametrize("name", CUTS)
+@pytest.mark.parametrize("shards", [1, 2, 3])
+def test_each_element_counts_on_one_rank(name, shards):
+    cut = CUTS[name]
+    full = torch.arange(1.0, 1 + torch.Size(cut.shape).numel()).view(cut.shape)
+    seen = []
+    for rank in range(len(cut.ranges)):
+        split = ModelSplit({"w": cut}, rank)
+        own = local(cut, rank, full)
+        for shard in range(shards):  # As FSDP2 cuts it by rows.
+            rows = -(-own.shape[0] // shards)
+            part = own[shard * rows : (shard + 1) * rows]
+            seen += [view.flatten() for view in split.counted("w", part, shard * rows)]
+    assert sorted(torch.cat(seen).tolist()) == full.flatten().tolist()
+
+
+def test_what_is_not_cut_counts_on_tensor_rank_0():
+    gradient = torch.ones(3)
+    assert [len(list(ModelSplit(rank=rank).counted("norm", gradient))) for rank in range(3)] == [1, 0, 0]
+
+
+@pytest.mark.parametrize("name", [name for name in CUTS if "packed" not in name])
+def test_deepspeed_is_told_of_whole_parameters(name):
+    cut = CUTS[name]
+    told = [counts_in_norm("w", ModelSplit({"w": cut}, rank)) for rank in range(len(cut.ranges))]
+    assert told == [bool(cut.first_held(rank)) for rank in range(len(cut.ranges))]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_deepspeed_cannot_count_copies_inside_of_a_packed_parameter(rank):
+    with pytest.raises(EngineError, match="of qkv tensor ranks hold one part each and copies of another"):
+        counts_in_norm("qkv", ModelSplit({"qkv": PACKED}, rank))

@@ -1,0 +1,64 @@
+"""Tensor ranks that hold different samples are told apart by one sum over all ranks."""
+
+import pytest
+import torch
+
+from ds_trainer.data.tensor_group import difference, digest, require_same
+from ds_trainer.errors import DataError
+from ds_trainer.mesh.grid import Grid
+
+BATCH = {"input_ids": torch.arange(6).view(2, 3), "attention_mask": torch.ones(2, 3, dtype=torch.bool), "names": ["a"]}
+
+
+def changed(**tensors):
+    return BATCH | tensors
+
+
+def total(digests, tp):
+    return sum(difference(own, Grid(world=len(digests), rank=rank, tp_size=tp)) for rank, own in enumerate(digests))
+
+
+def test_a_digest_follows_from_every_value():
+    grid = Grid(world=2, tp_size=2)
+    own = digest([BATCH], grid)
+    assert own == digest([dict(reversed(BATCH.items()))], grid)
+    ids = BATCH["input_ids"].clone()
+    ids[1, 2] += 1
+    others = [
+        [changed(input_ids=ids)],
+        [changed(attention_mask=BATCH["attention_mask"].logical_not())],
+        [changed(names=["b"])],
+        [changed(scale=torch.tensor(1.0))],
+        [BATCH, BATCH],
+    ]
+    assert len({own, *(digest(batches, grid) for batches in others)}) == 6
+
+
+def test_without_tensor_parallelism_nothing_is_hashed():
+    assert digest([BATCH], Grid(world=2)) == 0
+
+
+@pytest.mark.parametrize("tp", [2, 3, 4])
+def test_the_sum_is_zero_only_where_each_group_has_one_digest(tp):
+    largest = 2**40 - 1
+    same = [largest] * tp + [7] * tp
+    assert total(same, tp) == 0
+    for rank in range(2 * tp):
+        other = list(same)
+        other[rank] -= 1
+        assert total(other, tp) != 0
+
+
+@pytest.mark.case("I5")
+def test_the_error_names_the_ranks_and_both_hashes():
+    class Gathered:
+        grid = Grid(world=4, tp_size=2)
+
+        def gather_objects(self, own):
+            return [1, 1, 2, 255]
+
+    with pytest.raises(DataError) as error:
+        require_same(-253.0, 1, Gathered(), "step 3")
+    assert error.value.agreed
+    assert "step 3: ranks that share one copy" in str(error.value)
+    assert "rank 2: hash 0000000002, rank 3: hash 00000000ff" in str(error.value)
