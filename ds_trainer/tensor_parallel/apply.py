@@ -97,6 +97,13 @@ def _apply(plan: TensorPlan, splitter: Splitter) -> None:
             f"styles are {', '.join(sorted(STYLES))}",
             "give the modules another style in parallel.tp_plan",
         )
+    if not styles:
+        raise ModelError(
+            f"no entry of the plan matches a module of {type(splitter.model).__name__}",
+            "every rank would hold the whole model",
+            f"set parallel.tp to 1, or give a plan in parallel.tp_plan, with names such as "
+            f"{', '.join(_examples(splitter.model))}",
+        )
     for name, style in styles.items():
         STYLES[style](splitter, name, targets[name])
 

@@ -18,8 +18,9 @@ class ColumnGroup:
     """Column layers that are called one after the other with one tensor, such as q, k and v, or gate and up.
 
     The first one called computes the outputs of all and keeps the others' until they are asked for. A layer that is
-    then called with another tensor, or not at all, is a group of its own from then on: right from the first call, at
-    the cost of one output that nobody uses.
+    then called with another tensor, or not at all, is a group of its own from the next forward pass on: right from the
+    first call, at the cost of one output that nobody uses. Not at once: activations that are recomputed in the backward
+    pass must be computed as they were.
 
     Args:
         members: The layers, of equal `in_features`; each gets this group as its `column_group`.
@@ -35,25 +36,38 @@ class ColumnGroup:
         self._group = group
         self._input: torch.Tensor | None = None
         self._outputs: dict[ColumnParallelLinear, torch.Tensor] = {}
+        self._kept_in_backward = False
+        self._leaving: set[ColumnParallelLinear] = set()
         for member in self.members:
             member.column_group = self
 
     def output(self, member: ColumnParallelLinear, x: torch.Tensor) -> torch.Tensor:
         """A member's output for a tensor, see `columns`."""
-        if member in self._outputs and x is not self._input:
-            self._let_go(member)
-            return member.column_group.output(member, x)
         if member not in self._outputs:
-            for silent in list(self._outputs):
-                self._let_go(silent)
+            if not _in_backward():
+                self._let_go()
+            if member.column_group is not self:
+                return member.column_group.output(member, x)
             outputs = columns(x, self.members, self._group, self.keep_gathered_input)
             self._input, self._outputs = x, dict(zip(self.members, outputs, strict=True))
+            self._kept_in_backward = _in_backward()
         output = self._outputs.pop(member)
+        if x is not self._input:
+            self._leaving.add(member)
+            (output,) = columns(x, [member], self._group, self.keep_gathered_input)
         if not self._outputs:
             self._input = None
         return output
 
-    def _let_go(self, member: ColumnParallelLinear) -> None:
-        del self._outputs[member]
-        self.members.remove(member)
-        ColumnGroup([member], self._group).keep_gathered_input = self.keep_gathered_input
+    def _let_go(self) -> None:
+        """Gives the layers that have not been called with the others a group each."""
+        if not self._kept_in_backward:  # There, recomputation stops as soon as it has what it needs.
+            self._leaving |= self._outputs.keys()
+        for member in self._leaving:
+            self.members.remove(member)
+            ColumnGroup([member], self._group).keep_gathered_input = self.keep_gathered_input
+        self._leaving.clear()
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1

@@ -95,7 +95,9 @@ class ColumnParallelLinear(ParallelLinear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The outputs of this rank, or of all."""
         y = self.column_group.output(self, x)
-        return _in_order(gather_last_dim(y, self.group), self.cut) if self.gather_output else y
+        if not self.gather_output:
+            return y
+        return _in_order(gather_last_dim(y, self.group), self.cut).contiguous()  # As the model's code may expect it.
 
 
 class RowParallelLinear(ParallelLinear):

@@ -144,8 +144,7 @@ def padded_cut(shape: tuple[int, ...], dim: int, size: int) -> Cut:
 
 def _weight(name: str, target: object, style: str) -> tuple[tuple[int, ...], int]:
     """Shape of a linear layer's weight, and its dimension of outputs."""
-    # What a derived class computes beyond the product would be lost.
-    if not isinstance(target, nn.Linear | Conv1D) or type(target).forward not in (nn.Linear.forward, Conv1D.forward):
+    if not isinstance(target, nn.Linear | Conv1D) or target._parameters.keys() > {"weight", "bias"}:
         raise _misfit(name, target, style)
     return tuple(target.weight.shape), int(isinstance(target, Conv1D))
 

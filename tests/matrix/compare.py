@@ -8,19 +8,20 @@ from math import prod
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 import transformers
 from torch import nn
 
 from ds_trainer.config.schema import ParallelConfig
 from ds_trainer.errors import UserError
 from ds_trainer.layout import Cut
+from ds_trainer.loss import CrossEntropy, shifted_labels
 from ds_trainer.mesh.launch_environment import grid_from_environment
 from ds_trainer.mesh.mesh import Mesh, init_mesh
 from ds_trainer.models.scaled_down import VOCAB, causal_lm, scaled_down
 from ds_trainer.models.skeleton import skeleton
 from ds_trainer.models.source import ModuleWeights
 from ds_trainer.tensor_parallel.apply import split_model
+from ds_trainer.tensor_parallel.head import make_cross_entropy
 from ds_trainer.tensor_parallel.plan import TensorPlan, plan_for
 from ds_trainer.tensor_parallel.split import ModelSplit
 from ds_trainer.tensor_parallel.weights import LocalWeights
@@ -93,15 +94,17 @@ def _compare(cls: Any, config: Any, plan: TensorPlan, parallel: ParallelConfig, 
     whole = cls(deepcopy(config)).train()
     _randomise(whole)
     batch = _batch()
-    loss, gradients = _step(whole, batch)
+    loss, gradients = _step(whole, batch, CrossEntropy())
     part = skeleton(lambda: cls(deepcopy(config)), torch.float32).train()
     try:
         split = split_model(part, parallel, mesh)
         _fill(part, LocalWeights(ModuleWeights(whole), split))
-        part_loss, part_gradients = _step(part, batch)
+        cross_entropy = make_cross_entropy(part, split, mesh, 0.0)
+        part_loss, part_gradients = _step(part, batch, cross_entropy)
+        errors = _differences({"logits": _logits(whole, batch)}, {"logits": _logits(part, batch)})
     except UserError as error:
         return Outcome("refused", error.rule)
-    errors = _differences(gradients, dict(split.merged(part_gradients.items())))
+    errors |= _differences(gradients, dict(split.merged(part_gradients.items())))
     errors["loss"] = abs(part_loss - loss) / abs(loss)
     problems = _not_cut(plan, part, whole, split, mesh.grid.tp_size)
     problems += [f"{name} is off by {error:.1e}" for name, error in errors.items() if not error <= TOLERANCE]
@@ -131,13 +134,23 @@ def _batch() -> dict[str, torch.Tensor]:
     return {"input_ids": input_ids, "attention_mask": attention_mask}
 
 
-def _step(model: Any, batch: dict[str, torch.Tensor]) -> tuple[float, dict[str, torch.Tensor]]:
+def _step(
+    model: Any, batch: dict[str, torch.Tensor], cross_entropy: CrossEntropy
+) -> tuple[float, dict[str, torch.Tensor]]:
+    """The loss, as training computes it, and every gradient."""
     torch.manual_seed(1)  # Some routers draw numbers.
-    logits = model(**batch, use_cache=False).logits
-    labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
-    loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+    logits = model(**batch, use_cache=False, **cross_entropy.forward_options).logits
+    labels = shifted_labels(batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100))
+    loss = cross_entropy.sum(logits, labels) / (labels != -100).sum()
     loss.backward()
     return loss.item(), {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
+
+
+@torch.no_grad()
+def _logits(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """What anyone else gets who calls the model."""
+    torch.manual_seed(1)
+    return model(**batch, use_cache=False).logits
 
 
 def _fill(model: nn.Module, weights: LocalWeights) -> None:

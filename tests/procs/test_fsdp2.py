@@ -198,8 +198,8 @@ def start_apart(out):
 
     load = FSDP2Engine.load
 
-    def load_apart(engine, model, weights):
-        load(engine, model, weights)
+    def load_apart(engine, model, weights, split):
+        load(engine, model, weights, split)
         if engine.mesh.grid.rank >= 2:
             local_part(model.model.norm.weight).add_(1.0)
 
@@ -219,8 +219,8 @@ def keep_what_should_be_freed(out):
 
     load = FSDP2Engine.load
 
-    def load_and_keep(engine, model, weights):
-        load(engine, model, weights)
+    def load_and_keep(engine, model, weights, split):
+        load(engine, model, weights, split)
         model.set_reshard_after_forward(False)
 
     FSDP2Engine.load = load_and_keep  # Of this process, which ends with the test.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,10 @@ from ds_trainer.config.schema import ParallelConfig
 from ds_trainer.errors import ModelError
 from ds_trainer.mesh.grid import Grid
 from ds_trainer.tensor_parallel.apply import split_model
+from ds_trainer.tensor_parallel.plan import STYLE_NAMES
+from ds_trainer.tensor_parallel.styles import STYLES
 from tests.helpers.tensor_parallel import from_all_ranks, split_copy
+from tests.helpers.threads import Communication
 from tests.helpers.tiny import tiny_llama
 
 GRADIENT_TOLERANCE = 1e-5
@@ -152,6 +156,36 @@ def test_sequences_of_any_length_are_cut_or_stay_whole(world):
     check(results)
     # 4 positions and fewer stay whole; 9 and 5 are padded.
     assert [shape[1] for shape in results[0]["shapes"]] == [3, 3, 2, 2, 4, 3, 1]
+
+
+def communication(*ways: dict) -> list[tuple[Counter, Counter]]:
+    """Of each way the collectives of hidden states' size in a forward and a backward pass."""
+    counted = []
+    for parallel in ways:
+        part, _ = split_copy(make("llama"), **parallel)
+        inputs = batch(12)
+        size = 2 * 12 * 32 * 4  # samples, positions, hidden size, bytes of fp32
+        with pytest.MonkeyPatch.context() as patch:
+            watched = Communication(patch)
+            loss = loss_of(part, inputs)
+            forward = Counter(kind for kind, payload in watched.since_last() if payload == size)
+            loss.backward()
+            backward = Counter(kind for kind, payload in watched.since_last() if payload == size)
+        counted.append((forward, backward))
+    return counted
+
+
+def test_attention_and_mlp_communicate_once_per_pass(world):
+    ways = ({}, SEQUENCE, {**SEQUENCE, "keep_gathered_input": True})
+    whole, cut, kept = world(communication, 2, *ways)[0]
+    each = 2 * 2  # attention and MLP of two blocks
+    assert whole == ({"all-reduce": each + 1}, {"all-reduce": each + 1})  # embedding; head
+    # The hidden states are cut at the first block and gathered behind the last one.
+    assert cut == (
+        {"all-reduce": 1, "all-gather": each + 1, "reduce-scatter": each},
+        {"all-reduce": 1, "all-gather": each + each + 1, "reduce-scatter": each},
+    )
+    assert kept == (cut[0], {**cut[1], "all-gather": each + 1})
 
 
 def generated(parallel: dict) -> tuple[list, list]:
@@ -387,6 +421,15 @@ def test_a_wrong_entry_of_the_configs_plan_is_refused(plan, says):
         split(tiny_llama(), 2, tp_plan=plan)
     assert says in error.value.found
     assert "parallel.tp_plan" in str(error.value)
+
+
+def test_a_plan_that_fits_nothing_is_refused_and_not_run_whole():
+    with pytest.raises(ModelError, match=r"matches a module of LlamaModel[\s\S]*layers\.\*\.self_attn\.q_proj"):
+        split(tiny_llama().model, 2)
+
+
+def test_every_style_that_a_plan_may_name_is_there():
+    assert set(STYLES) == set(STYLE_NAMES)
 
 
 def test_modules_that_stay_whole_are_listed_once_per_kind():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from ds_trainer.engines.measure import tensor_ranks
 from ds_trainer.engines.mpu import counts_in_norm
 from ds_trainer.errors import EngineError
 from ds_trainer.layout import Cut
@@ -49,6 +50,14 @@ def test_each_element_counts_on_one_rank(name, shards):
             part = own[shard * rows : (shard + 1) * rows]
             seen += [view.flatten() for view in split.counted("w", part, shard * rows)]
     assert sorted(torch.cat(seen).tolist()) == full.flatten().tolist()
+
+
+def test_the_tensor_ranks_of_a_model_are_those_over_which_each_planned_parameter_is_really_cut():
+    split = ModelSplit({"a": CUTS["rows"], "b": CUTS["an odd vocabulary"]})
+    a, b, whole = torch.empty(4, 3), torch.empty(4, 3), torch.empty(7, 3)
+    assert tensor_ranks(split, {"a": a, "b": b, "norm": torch.empty(3)}.items()) == 2
+    assert tensor_ranks(split, {"a": a, "b": whole}.items()) == 1
+    assert tensor_ranks(ModelSplit(), {"norm": torch.empty(3)}.items()) == 1
 
 
 def test_what_is_not_cut_counts_on_tensor_rank_0():

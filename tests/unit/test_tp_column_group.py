@@ -337,6 +337,25 @@ def test_recomputation_leaves_nothing_behind_and_keeps_the_group_together(kind, 
     assert ranks[0][3][0] == [ALL_REDUCE] * 2
 
 
+@pytest.mark.parametrize("kind", [CrossAttention, SharedKeys])
+def test_a_layer_that_leaves_the_group_is_recomputed_as_it_was_computed(kind, x, grad):
+    y, of_x, _ = dense_run(kind, x, grad)
+
+    def on_rank(group):
+        block, steps = split(make(kind), group), []
+        for _ in range(2):  # The first one finds that the layer does not belong to the group.
+            given = x.clone().requires_grad_()
+            out = checkpoint(block, given, use_reentrant=False)
+            out.backward(grad)
+            steps.append((out.detach(), given.grad))
+        return steps
+
+    for steps in on_threads(on_rank, 2):
+        for got, got_of_x in steps:
+            torch.testing.assert_close(got, y)
+            torch.testing.assert_close(got_of_x, of_x)
+
+
 def test_without_gradients_a_block_all_reduces_once(x, monkeypatch):
     communication = Communication(monkeypatch)
 
