@@ -142,17 +142,21 @@ _OTHERWISE: dict[str, Plan] = {
     "sarvam_moe": _named("self_attn", _HEAD_NORMS),
 }
 
-OWN_PLANS: dict[str, Plan] = (
-    _NONE_OF_TRANSFORMERS
-    | {model_type: _named("model.layers.*", plan) for model_type, plan in (_MORE | _OTHERWISE).items()}
-    | {
-        # Queries, values and keys lie in four groups of heads, whatever the number of ranks.
-        "codegen": _named("transformer.h.*.attn", _whole_attention("qkv_proj", output="out_proj")),
-        # Its head scales each logit by a parameter of its own.
-        "dory": {"lm_head": "replicate"},
-    }
-)
-# Its embedding norms each vector before the ranks' vectors, all but one of which are 0, are summed.
-OWN_PLANS["inkling_text"] = {**OWN_PLANS["inkling_text"], "model.embed_tokens.embed_norm": _SUMMED}
-OWN_PLANS["nemotron_h"] = {**OWN_PLANS["nemotron_h"], **_HEAD}
+_IN_BLOCKS = _MORE | _OTHERWISE
+_ELSEWHERE: dict[str, Plan] = {
+    # Queries, values and keys lie in four groups of heads, whatever the number of ranks.
+    "codegen": _named("transformer.h.*.attn", _whole_attention("qkv_proj", output="out_proj")),
+    # Its head scales each logit by a parameter of its own.
+    "dory": {"lm_head": "replicate"},
+    # Its embedding norms each vector before the ranks' vectors, all but one of which are 0, are summed.
+    "inkling_text": {"model.embed_tokens.embed_norm": _SUMMED},
+    "nemotron_h": _HEAD,
+}
+
+OWN_PLANS: dict[str, Plan] = {
+    name: _NONE_OF_TRANSFORMERS.get(name, {})
+    | _named("model.layers.*", _IN_BLOCKS.get(name, {}))
+    | _ELSEWHERE.get(name, {})
+    for name in sorted({*_NONE_OF_TRANSFORMERS, *_IN_BLOCKS, *_ELSEWHERE})
+}
 """Model type -> plan."""

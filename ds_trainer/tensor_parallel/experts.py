@@ -150,8 +150,8 @@ def _shared_biases(module: Any, group: dist.ProcessGroup) -> Iterator[None]:
 def _misfit(name: str, target: object, style: str) -> ModelError:
     return ModelError(
         f"style {style} is given to {name}, which is a {type(target).__name__}",
-        "moe_tp_experts, all_reduce and moe_identity_expert fit modules, moe_output_bias a parameter of a module of one "
-        "of the first two, embedding_colwise an Embedding, mla_kv_a_proj a Linear where config.qk_rope_head_dim is set",
+        "moe_tp_experts, all_reduce and moe_identity_expert fit modules, moe_output_bias a parameter of one of the "
+        "first two, embedding_colwise an Embedding, mla_kv_a_proj a Linear where config.qk_rope_head_dim is set",
         "give it another style in parallel.tp_plan, or `replicate`",
     )
 

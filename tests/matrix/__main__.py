@@ -29,7 +29,8 @@ Written by `make matrix-tp` with transformers {transformers} and torch {torch}. 
 and every gradient are those of one process, all entries of the plan match something, and each rank holds half of what
 the plan cuts.
 
-"Held" is the part of the small model's parameters that a rank holds; what no entry names stays whole.
+The plan is that of transformers, one of ds_trainer, or both: entries of ours over theirs. "Held" is the part of the
+small model's parameters that a rank holds; what no entry names stays whole.
 
 | model type | plan of | tp 2 | with sequence parallelism | held |
 |---|---|---|---|---|

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from math import prod
@@ -14,6 +15,7 @@ from torch import nn
 from ds_trainer.config.schema import ParallelConfig
 from ds_trainer.errors import UserError
 from ds_trainer.layout import Cut
+from ds_trainer.log import get_logger
 from ds_trainer.loss import CrossEntropy, shifted_labels
 from ds_trainer.mesh.launch_environment import grid_from_environment
 from ds_trainer.mesh.mesh import Mesh, init_mesh
@@ -66,6 +68,7 @@ def compare_all(types: list[str], tp_plan: dict[str, str] | None = None) -> dict
         Model type -> what came of it without and with sequence parallelism.
     """
     transformers.logging.set_verbosity_error()
+    get_logger().setLevel(logging.WARNING)  # The progress bar has the line.
     grid = grid_from_environment()
     mesh = init_mesh(replace(grid, tp_size=grid.world), "cpu")
     settings = [ParallelConfig(tp=grid.world, tp_plan=tp_plan, sequence_parallel=value) for value in (False, True)]

@@ -76,6 +76,30 @@ def test_gradients_that_nobody_sums_make_copies_drift(world, tmp_path):
         assert "norm.weight" in text and "of 5 parameters that they have copies of" in text
 
 
+def begun(out, engines):
+    """How far each engine's masters are from the checkpoint's values at the start of a bf16 run, and its format."""
+    model = tiny_llama(num_key_value_heads=1)
+    values = {name: p.detach().clone() for name, p in model.named_parameters()}
+    found = []
+    for engine in engines:
+        model = tiny_llama(num_key_value_heads=1)
+        trainer = make_trainer(
+            engine, out, model=model, parallel=parallel(engine), precision={"dtype": "bf16"}, batch={"micro_size": 1}
+        )
+        found.append((largest_difference(weights(trainer), values), trainer.engine.facts().compute_dtype))
+        trainer.train_step()
+        trainer.close()
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.case("I2")
+def test_a_tensor_ranks_masters_hold_every_bit_of_its_part(world, tmp_path):
+    engines = ["ddp", "zero1", "zero2", "zero3", "fsdp2"]
+    for found in world(begun, 4, tmp_path, engines):
+        assert found == [(0.0, "bf16")] * len(engines)
+
+
 def start(out, rank_apart):
     """What rank 0 prints about the layout; the error where a rank has been given other values."""
     load = DDPEngine.load
