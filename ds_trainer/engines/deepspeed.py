@@ -75,6 +75,8 @@ class DeepSpeedEngine:
         if mesh.device.type == "cpu":
             disable_shm_comm()
         deepspeed.init_distributed(dist_backend="nccl" if mesh.device.type == "cuda" else "gloo", verbose=False)
+        # Kept for the process; one that an earlier engine has left would say which groups this one reduces over.
+        deepspeed.utils.groups.mpu = None
         self._redirect_swap_files()
 
     @property
@@ -342,8 +344,6 @@ class DeepSpeedEngine:
         """Removes DeepSpeed's hooks and this rank's swap files."""
         if isinstance(getattr(self, "module", None), deepspeed.DeepSpeedEngine):
             self.module.destroy()
-            # It is kept for the process, and the next engine may have other groups.
-            deepspeed.utils.groups.mpu = None
         for swap in self._swaps:
             swap.close()
 

@@ -100,6 +100,15 @@ def test_a_tensor_ranks_masters_hold_every_bit_of_its_part(world, tmp_path):
         assert found == [(0.0, "bf16")] * len(engines)
 
 
+def in_turn(out):
+    """Ranks over which gradients are reduced, first with tensor ranks, then without."""
+    return [make_trainer("zero2", out, parallel={"tp": tp}).run.facts.group_size for tp in (2, 1)]
+
+
+def test_an_engine_reduces_over_its_own_groups_whatever_an_earlier_one_had(world, tmp_path):
+    assert world(in_turn, 2, tmp_path) == [[1, 2], [1, 2]]
+
+
 def start(out, rank_apart):
     """What rank 0 prints about the layout; the error where a rank has been given other values."""
     load = DDPEngine.load
