@@ -53,6 +53,12 @@ def check_tensor(config: RunConfig, asked: Asked) -> Iterator[ConfigError]:
             "adafactor looks at whole matrices, and tensor parallelism cuts them",
             "set optimizer.name to adamw or parallel.tp to 1",
         )
+    if backend(config) == "deepspeed" and config.zero.stage == 0 and config.precision.dtype == "fp16":
+        yield ConfigError(
+            f"{asked.says('precision.dtype')} at {asked.says('zero.stage')} and {asked.says('parallel.tp')}",
+            "tensor ranks compare their masters, which DeepSpeed keeps in one buffer here",
+            "set zero.stage to 1, precision.dtype to bf16, or parallel.tp to 1",
+        )
     if backend(config) == "fsdp2" and type(config.fsdp.reshard_after_forward) is int:
         yield ConfigError(
             f"{asked.says('fsdp.reshard_after_forward')} and {asked.says('parallel.tp')}",

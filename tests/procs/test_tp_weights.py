@@ -53,7 +53,7 @@ def values(folder):
     return {path.name: path.read_bytes() for path in Path(folder).glob("*.safetensors")}
 
 
-@pytest.mark.case("D13", "I1", "I2")
+@pytest.mark.case("D3", "D13", "I1", "I2")
 @pytest.mark.parametrize("name", cells(CHECKPOINTS, QUICK))
 @pytest.mark.parametrize("tp", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_checkpoint_comes_back_byte_for_byte(world, tmp_path, name, tp):

@@ -134,6 +134,7 @@ def test_ranks_that_are_no_whole_copies_are_refused_with_the_sizes_alone():
         ({"tp": 2, "keep_gathered_input": True}, {}, "set parallel.sequence_parallel to true"),
         ({"tp": 2, "tp_plan": {"*.up": "colums"}}, {}, "use colwise, "),
         ({"tp": 2, "engine": "ddp"}, {"optimizer": {"name": "adafactor"}}, "optimizer.name to adamw or parallel.tp"),
+        ({"tp": 2}, {"zero": {"stage": 0}, "precision": {"dtype": "fp16"}}, "zero.stage to 1, precision.dtype to bf16"),
         ({"tp": 2}, {"zero": {"stage": 3, "zero_hpz_partition_size": 2}}, "remove zero.zero_hpz_partition_size"),
         ({"tp": 2}, {"zero": {"stage": 3, "zero_quantized_gradients": True}}, "remove zero.zero_quantized_gradients"),
         ({"tp": 2}, {"native": {"deepspeed": {"tensor_parallel": {"autotp_size": 2}}}}, "set parallel.tp"),
