@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from ds_trainer.log import local_rank
@@ -105,6 +105,12 @@ def exit_on_user_error(debug: bool = False) -> Iterator[None]:
             raise
         tell(error)
         sys.exit(error.exit_code)
+
+
+def one_of(choices: Iterable[object]) -> str:
+    """Choices for the end of `set KEY to`: the only one, or `one of` several."""
+    texts = [str(choice) for choice in choices]
+    return texts[0] if len(texts) == 1 else f"one of {', '.join(texts)}"
 
 
 def tell(error: DsTrainerError) -> None:

@@ -5,6 +5,7 @@ torchrun --nproc_per_node 2 examples/tp_by_hand.py
 Runs on the CPU in seconds, on 1, 2, 4 or 8 ranks. `parallel.tp` does this to a model; docs/tensor_parallel.md says how.
 """
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -146,11 +147,20 @@ def relative_error(got: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 def main() -> None:
-    """Both blocks, without and with sequence parallelism."""
+    """Both blocks, without and with sequence parallelism.
+
+    Raises:
+        SystemExit: There is no launcher, or the heads do not divide by its ranks.
+    """
     if not dist.is_initialized():
+        if "RANK" not in os.environ:
+            raise SystemExit("start it with: torchrun --nproc_per_node 2 examples/tp_by_hand.py")
         dist.init_process_group("gloo")
     group = dist.group.WORLD
     assert group is not None
+    if (HIDDEN // HEAD) % group.size():
+        told = f"{HIDDEN // HEAD} heads do not divide by {group.size()} ranks: start 1, 2, 4 or 8"
+        raise SystemExit(told if group.rank() == 0 else 1)
 
     def say(text: str) -> None:
         if group.rank() == 0:

@@ -183,6 +183,17 @@ def test_tp_by_hand_finds_a_sum_that_is_missing(world):
         assert re.search("MLP on rank . differs from the whole block: {'output'", end)
 
 
+def test_tp_by_hand_says_how_to_start_it():
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit, match="torchrun --nproc_per_node 2"):
+        patch.delenv("RANK", raising=False)
+        module("tp_by_hand.py").main()
+
+
+def test_tp_by_hand_says_which_numbers_of_ranks_it_takes(world):
+    ends = [end for _, end in world(printed_by_hand, 3)]
+    assert ends == ["8 heads do not divide by 3 ranks: start 1, 2, 4 or 8", "1", "1"]
+
+
 @pytest.mark.nvme
 def test_zero3_nvme_trains_from_swap_files_and_removes_them(world, nvme, tmp_path):
     # DeepSpeed leaves in memory what has less than 1 MiB on a rank.

@@ -26,7 +26,7 @@ from ds_trainer.config.schema import RunConfig
 from ds_trainer.config.tensor_rules import shares_of
 from ds_trainer.config.translate import OPTIONS, TARGETS, engine_overrides, translate
 from ds_trainer.errors import ConfigError, ConfigErrors, UserError
-from ds_trainer.models.spec import ModelSpec, read_spec
+from ds_trainer.models.spec import ModelSpec, quantized_error, read_spec
 from ds_trainer.planner.needs import rows_by_stage
 
 if TYPE_CHECKING:
@@ -116,6 +116,8 @@ def _check(args: argparse.Namespace) -> int:
         spec = _local_spec(loaded.config)
     except UserError as error:
         errors.append(error)
+    if spec is not None and spec.is_quantized:
+        errors.append(quantized_error(spec.folder))
     try:
         machine = probe_machine_pure(args.world, args.device or loaded.config.run.device)
         resolved = resolve(loaded.config, loaded.origins, machine, spec)

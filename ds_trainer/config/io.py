@@ -18,7 +18,7 @@ from typing import Any, get_args
 from pydantic import ValidationError
 
 from ds_trainer.config.foreign import NAMES, kind_of, kind_of_file
-from ds_trainer.config.keys import assign, flatten, leaf_fields, nearest, sections, suggestion
+from ds_trainer.config.keys import assign, flatten, leaf_fields, named_values, nearest, sections, suggestion
 from ds_trainer.config.rules import check_config
 from ds_trainer.config.schema import RunConfig
 from ds_trainer.config.text_files import TextFault, parse_json, read_text
@@ -82,7 +82,7 @@ def read_config(
         ConfigError: The file is missing or no JSON, an override cannot be applied, or two DeepSpeed blocks differ.
     """
     name, raw = _read(source)
-    places = dict.fromkeys(flatten(raw), name) | dict(made_from or {})
+    places = dict.fromkeys(_flatten(raw), name) | dict(made_from or {})
     if deepspeed_config is not None:
         own = set(flatten(raw.get("native", {})))
         raw = merge_native(raw, deepspeed_config, name)
@@ -210,13 +210,25 @@ def _parse_override(text: str) -> dict[str, Any]:
     key, equals, value = text.partition("=")
     if not equals or not all(key.split(".")):
         raise ConfigError(f"--set {text}", "an override reads key=value", "write for example --set optimizer.lr=1e-5")
+    if whole := next((name for name in named_values() if key.startswith(f"{name}.")), None):
+        entry = _json({key.removeprefix(f"{whole}."): "..."})
+        raise ConfigError(
+            f"--set {key}",
+            f"the names in {whole} have dots of their own, so that it is one value, which replaces the file's",
+            f"write --set '{whole}={entry}' with all entries",
+        )
     try:
         item = parse_json(value)
     except json.JSONDecodeError:
         item = value
     except TextFault as fault:
         raise fault.error(f"--set {text}") from None
-    return flatten({key: item})
+    return _flatten({key: item})
+
+
+def _flatten(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Dotted keys -> values, what is a mapping of names being one value."""
+    return flatten(tree, stop=named_values())
 
 
 def _look_up(raw: Mapping[str, Any], key: str) -> Any:
@@ -249,7 +261,10 @@ def _validate(raw: dict[str, Any], places: Mapping[str, str]) -> tuple[RunConfig
     for path, faults in groupby(details, key=lambda detail: _leaf_path(detail["loc"])):
         key = ".".join(map(str, path))
         first, *others = faults
-        if first["type"] == "extra_forbidden":
+        if key in named_values() and len(first["loc"]) > len(path):
+            errors += [_wrong_entry(key, fault, places) for fault in (first, *others)]
+            bad_keys.add(key)
+        elif first["type"] == "extra_forbidden":
             errors.append(
                 ConfigError(
                     f"{key} is no key{_in(key, places)}",
@@ -282,6 +297,18 @@ def _wrong_value(
         f"{key} is {_json(item)} ({_kind(item)}){_in(key, places)}",
         f"{key} must be {' or '.join(rules)}",
         _right_spelling(key, first) or _described(key, item),
+    )
+
+
+def _wrong_entry(key: str, fault: Mapping[str, Any], places: Mapping[str, str]) -> ConfigError:
+    """The fault of one name, or of its value, in a mapping of names."""
+    item, name = fault["input"], fault["loc"][key.count(".") + 1]
+    entry = f"{key}[{_json(name)}]"
+    found = "has no name" if fault["loc"][-1] == "[key]" else f"is {_json(item)} ({_kind(item)})"
+    return ConfigError(
+        f"{entry} {found}{_in(key, places)}",
+        f"each name and each value in {key} is a string that is not empty",
+        f"remove the entry or write it as described: {leaf_fields()[key].description}",
     )
 
 

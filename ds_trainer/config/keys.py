@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from difflib import get_close_matches
 from functools import cache
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from ds_trainer.config.schema import RunConfig, Section
+from ds_trainer.config.schema import Name, RunConfig, Section
 from ds_trainer.errors import ConfigError
 
 FOREIGN_SPELLINGS = {
@@ -93,6 +93,12 @@ def leaf_fields() -> Mapping[str, FieldInfo]:
 
 
 @cache
+def named_values() -> tuple[str, ...]:
+    """Leaf keys whose value maps names that are not keys of the schema, and may hold dots, to strings."""
+    return tuple(key for key, field in leaf_fields().items() if dict[Name, Name] in get_args(field.annotation))
+
+
+@cache
 def sections() -> tuple[str, ...]:
     """Dotted names of every section, outer ones first."""
     parts = (key.split(".")[:-1] for key in leaf_fields())
@@ -117,12 +123,12 @@ def leaf_values(config: RunConfig) -> dict[str, Any]:
     return {key: value(config, key) for key in leaf_fields()}
 
 
-def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested mapping -> dotted keys; an empty mapping is a value of its own."""
+def flatten(tree: Mapping[str, Any], prefix: str = "", stop: Collection[str] = ()) -> dict[str, Any]:
+    """Nested mapping -> dotted keys; an empty mapping is a value of its own, and so is one at a key of `stop`."""
     flat: dict[str, Any] = {}
     for name, node in tree.items():
-        if isinstance(node, Mapping) and node:
-            flat |= flatten(node, f"{prefix}{name}.")
+        if isinstance(node, Mapping) and node and f"{prefix}{name}" not in stop:
+            flat |= flatten(node, f"{prefix}{name}.", stop)
         else:
             flat[f"{prefix}{name}"] = node
     return flat

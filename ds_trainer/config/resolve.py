@@ -14,6 +14,7 @@ from ds_trainer.config.deepspeed.to_deepspeed import to_deepspeed
 from ds_trainer.config.deepspeed.zero_resolve import check_parameter_buffer, derive_zero
 from ds_trainer.config.deepspeed.zero_rules import no_effect_of_zero
 from ds_trainer.config.keys import leaf_values, value
+from ds_trainer.config.model_rules import check_class, class_warnings
 from ds_trainer.config.resolved import Machine, ModelSize, ResolvedConfig
 from ds_trainer.config.rules import check_machine, has_fused_kernel, no_effect_warnings
 from ds_trainer.config.schema import RunConfig
@@ -50,6 +51,7 @@ def resolve(
     """
     errors = [*check_machine(config, origins, machine), *_beyond_positions(config, origins, spec)]
     if spec is not None:
+        errors += check_class(config, spec)
         errors += check_tensor_model(config, Asked(config, origins), spec)
     if machine.world % config.parallel.tp:
         raise ConfigErrors(errors)  # What follows depends on the number of data ranks.
@@ -92,7 +94,11 @@ def resolve(
         optimizer_implementation=_implementation(complete),
         size=size,
         reasons=reasons,
-        warnings=(*_warnings(complete, origins, machine), *tensor_warnings(complete, machine, spec)),
+        warnings=(
+            *_warnings(complete, origins, machine),
+            *(class_warnings(complete, spec) if spec else ()),
+            *tensor_warnings(complete, machine, spec),
+        ),
     )
     if config.native.deepspeed:
         to_deepspeed(resolved)  # raises where the native block contradicts

@@ -101,7 +101,7 @@ class ParallelConfig(Section):
     tp: Ranks = 1
     """Tensor parallelism: ranks that share every layer of one copy of the model; data ranks = ranks / tp."""
     tp_plan: dict[Name, Name] | None = None
-    """Module name, `*` standing for any part of it -> style, over the plan of the model's type."""
+    """Module name, `*` for any part of it -> style ("colwise", "rowwise", "replicate", ...), over the type's plan."""
     sequence_parallel: bool = False
     """With tp: norms, dropout and residuals on 1/tp of the sequence (Korthikanti et al. 2022)."""
     keep_gathered_input: bool = False

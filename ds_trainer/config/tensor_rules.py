@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from ds_trainer.config.asked import Asked
 from ds_trainer.config.backend import backend
 from ds_trainer.config.keys import default
+from ds_trainer.config.plan_rules import check_plan, plan_warnings, suggested
 from ds_trainer.config.resolved import Machine
 from ds_trainer.config.schema import RunConfig
-from ds_trainer.errors import ConfigError
+from ds_trainer.errors import ConfigError, one_of
 from ds_trainer.models.spec import ModelSpec
 from ds_trainer.tensor_parallel.plan import STYLE_NAMES, plan_for
 from ds_trainer.tensor_parallel.shares import Shares
@@ -26,13 +27,7 @@ def check_tensor(config: RunConfig, asked: Asked) -> Iterator[ConfigError]:
     if parallel.engine == "accelerate":
         return  # It is refused there as a whole.
     if parallel.tp == 1:
-        for name in _NEEDS_TP:
-            if asked(f"parallel.{name}"):
-                yield ConfigError(
-                    f"{asked.says(f'parallel.{name}')} and {asked.says('parallel.tp')}",
-                    "it is about layers that are cut over several ranks",
-                    f"set parallel.tp or remove parallel.{name}",
-                )
+        yield from _without_tp(asked)
         return
     if parallel.keep_gathered_input and not parallel.sequence_parallel:
         yield ConfigError(
@@ -80,31 +75,41 @@ def check_tensor(config: RunConfig, asked: Asked) -> Iterator[ConfigError]:
             )
 
 
+def _without_tp(asked: Asked) -> Iterator[ConfigError]:
+    for name in _NEEDS_TP:
+        if asked(f"parallel.{name}"):
+            yield ConfigError(
+                f"{asked.says(f'parallel.{name}')} and {asked.says('parallel.tp')}",
+                "it is about layers that are cut over several ranks",
+                f"set parallel.tp or remove parallel.{name}",
+            )
+
+
 def check_tensor_ranks(config: RunConfig, asked: Asked, machine: Machine) -> Iterator[ConfigError]:
     """Ranks that cannot be laid out in whole copies of the model."""
     if machine.world % config.parallel.tp:
-        sizes = ", ".join(str(size) for size in range(1, machine.world + 1) if machine.world % size == 0)
+        sizes = [size for size in range(1, machine.world + 1) if machine.world % size == 0]
         yield ConfigError(
             f"{asked.says('parallel.tp')} on {machine.world} {'ranks' if machine.world > 1 else 'rank'}",
             "ranks = tensor ranks x data ranks",
-            f"set parallel.tp to one of {sizes}, or start a multiple of {config.parallel.tp} ranks",
+            f"set parallel.tp to {one_of(sizes)}, or start a multiple of {config.parallel.tp} ranks",
         )
 
 
 def check_tensor_model(config: RunConfig, asked: Asked, spec: ModelSpec) -> Iterator[ConfigError]:
-    """A model without a plan, or whose heads and widths do not divide."""
+    """A model without a plan or that it does not fit, or whose heads and widths do not divide."""
     if config.parallel.tp == 1:
         return
     if shares := shares_of(config, spec):
         if refused := refusal(config.parallel.tp, shares.units()):
             found, rule, change = refused
             yield ConfigError(f"{found} ({asked.origin('parallel.tp')})", rule, change)
+        yield from check_plan(config, asked, shares)
     elif spec.family is not None:
         yield ConfigError(
             f"{asked.says('parallel.tp')}, and there is no plan for model type {spec.model_type!r}",
             "a plan says which layers are cut and how; without one every rank would train the same whole model",
-            "set parallel.tp_plan, such as "
-            '{"*.q_proj": "colwise", "*.o_proj": "rowwise", "lm_head": "colwise_gather_output"}, or parallel.tp to 1',
+            f"{suggested(spec)}; or set parallel.tp to 1",
         )
 
 
@@ -126,6 +131,8 @@ def tensor_warnings(config: RunConfig, machine: Machine, spec: ModelSpec | None)
             f"both passes, go over the network and wait for it; sizes that stay on a node: {', '.join(map(str, fit))}"
         )
     shares = None if spec is None else shares_of(config, spec)
+    if shares is not None:
+        yield from plan_warnings(config, shares)
     if spec is None or (shares is not None and not spec.pickled and shares.names_agree):
         return
     if spec.pickled:

@@ -12,11 +12,13 @@ from ds_trainer.config.accelerate.accelerate_notes import accelerate_notes
 from ds_trainer.config.accelerate.accelerate_snippet import accelerate_snippet
 from ds_trainer.config.accelerate.to_accelerate import to_accelerate_yaml
 from ds_trainer.config.backend import backend
+from ds_trainer.config.coverage import coverage
 from ds_trainer.config.deepspeed.to_deepspeed import native_notes, standalone_notes, to_deepspeed
 from ds_trainer.config.hf.to_hf import hf_snippet, to_hf
 from ds_trainer.config.resolved import ResolvedConfig
 from ds_trainer.config.schema import RunConfig
 from ds_trainer.config.torch.torch_snippet import ddp_snippet, fsdp2_snippet
+from ds_trainer.errors import ConfigError
 
 TARGETS = ("deepspeed", "fsdp2", "ddp", "accelerate", "hf")
 OPTIONS = {"standalone": ("deepspeed",), "python": ("accelerate", "hf")}
@@ -43,8 +45,17 @@ def engine_overrides(config: RunConfig, origins: Mapping[str, str], to: str) -> 
         config: The run.
         origins: Dotted key -> the place that set it, or `default`.
         to: One of `TARGETS`.
+
+    Raises:
+        ConfigError: accelerate cannot say what the run does.
     """
     now = backend(config)
+    if to == "accelerate" and config.parallel.tp > 1:
+        raise ConfigError(
+            f"parallel.tp is {config.parallel.tp}, for accelerate",
+            coverage("parallel.tp", "accelerate+ddp").note,
+            "set parallel.tp to 1",
+        )
     if to == "accelerate" and config.parallel.engine != "accelerate":
         return ["parallel.engine=accelerate", f"accelerate.backend={now}"]
     if to in ("accelerate", "hf") or config.parallel.engine == to:

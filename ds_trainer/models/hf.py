@@ -17,6 +17,7 @@ from ds_trainer.errors import ConfigError, ModelError
 from ds_trainer.models.hub import resolve_folder
 from ds_trainer.models.recompute import recompute_activations
 from ds_trainer.models.skeleton import skeleton
+from ds_trainer.models.spec import quantized_error
 
 
 def build_skeleton(folder: str, model_config: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
@@ -39,7 +40,8 @@ def build_skeleton(folder: str, model_config: ModelConfig, dtype: torch.dtype) -
         options["attn_implementation"] = model_config.attn_implementation
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=model_config.trust_remote_code)
-        _refuse_quantized(config, folder)
+        if getattr(config, "quantization_config", None) is not None:
+            raise quantized_error(folder)
         model = skeleton(lambda: auto_class.from_config(config, dtype=dtype, **options), dtype)
     except (ValueError, ImportError, OSError) as error:
         raise ModelError(
@@ -108,15 +110,6 @@ def _auto_class(name: str) -> Any:
         f"it must be an auto class of transformers {transformers.__version__}",
         f"set model.auto_class to one such as {', '.join(get_close_matches(name, known) or ['AutoModelForCausalLM'])}",
     )
-
-
-def _refuse_quantized(config: Any, folder: str) -> None:
-    if getattr(config, "quantization_config", None) is not None:
-        raise ModelError(
-            f"config.json of {folder} has a quantization_config",
-            "all parameters are trained, so they must be stored as floating-point numbers",
-            "set model.path to the checkpoint before quantization",
-        )
 
 
 def _refuse_router_loss(model: PreTrainedModel) -> None:

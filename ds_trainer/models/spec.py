@@ -82,6 +82,8 @@ class ModelSpec:
         family: What the shipped table says of this model type; None for a type it does not know, which is then only
             checked when the model is loaded.
         config: The language model's part of config.json, with `CONFIG_KEYS` under those names.
+        architectures: Classes that config.json says the weights are of.
+        is_quantized: Whether config.json says that the weights are.
     """
 
     folder: str
@@ -94,6 +96,8 @@ class ModelSpec:
     pickled: bool = False
     family: Family | None = None
     config: dict[str, Any] = field(default_factory=dict)
+    architectures: tuple[str, ...] = ()
+    is_quantized: bool = False
 
     @property
     def num_parameters(self) -> int:
@@ -156,6 +160,17 @@ def read_spec(folder: str) -> ModelSpec:
         pickled=pickled,
         family=family,
         config=text,
+        architectures=tuple(config.get("architectures") or ()),
+        is_quantized=config.get("quantization_config") is not None,
+    )
+
+
+def quantized_error(folder: str) -> ModelError:
+    """The refusal of a checkpoint that is quantized."""
+    return ModelError(
+        f"config.json of {folder} has a quantization_config",
+        "all parameters are trained, so they must be stored as floating-point numbers",
+        "set model.path to the checkpoint before quantization",
     )
 
 

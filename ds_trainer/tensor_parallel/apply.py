@@ -16,8 +16,8 @@ from ds_trainer.mesh.mesh import Mesh
 from ds_trainer.models.spec import families
 from ds_trainer.tensor_parallel.column_group import ColumnGroup
 from ds_trainer.tensor_parallel.dropout import has_dropout, own_masks_between_layers
-from ds_trainer.tensor_parallel.embedding import VocabParallelEmbedding
 from ds_trainer.tensor_parallel.linear import ColumnParallelLinear
+from ds_trainer.tensor_parallel.own_plan import check_own_plan, check_tied, tell_misfits_of_first_forward
 from ds_trainer.tensor_parallel.plan import TensorPlan, generic, plan_for
 from ds_trainer.tensor_parallel.sequence import cut_sequences
 from ds_trainer.tensor_parallel.split import ModelSplit
@@ -41,7 +41,8 @@ def split_model(model: nn.Module, config: ParallelConfig, mesh: Mesh) -> ModelSp
         How each parameter was cut.
 
     Raises:
-        ModelError: There is no plan for the model, an entry of it matches nothing, or a size does not divide.
+        ModelError: There is no plan for the model, it cuts nothing, an entry of it matches nothing or does not fit,
+            or a size does not divide.
     """
     if config.tp == 1:
         return ModelSplit()
@@ -49,7 +50,7 @@ def split_model(model: nn.Module, config: ParallelConfig, mesh: Mesh) -> ModelSp
     splitter = Splitter(model, mesh.tp_group)
     _apply(plan, splitter)
     splitter.finish()
-    _make_head_parallel(model, splitter)
+    _make_head_parallel(model, plan, splitter)
     _group_columns(model, splitter, config.keep_gathered_input)
     dropout = has_dropout(model)
     if dropout:
@@ -59,6 +60,12 @@ def split_model(model: nn.Module, config: ParallelConfig, mesh: Mesh) -> ModelSp
     cuts = splitter.cuts()
     split = ModelSplit(cuts, mesh.grid.tp_rank, mesh.tp_host_group, _whole_modules(model, cuts))
     _tell(split, model)
+    if plan.override:
+        tell_misfits_of_first_forward(model, plan)
+        get_logger().warning(
+            "parallel.tp_plan has entries: whether a plan of your own computes what the model does is not proven; "
+            "hold the losses of a few steps against a run with parallel.tp = 1"
+        )
     return split
 
 
@@ -82,6 +89,7 @@ def _plan(model: nn.Module, config: ParallelConfig) -> TensorPlan:
 
 def _apply(plan: TensorPlan, splitter: Splitter) -> None:
     targets: dict[str, Any] = {**dict(splitter.model.named_modules()), **dict(splitter.model.named_parameters())}
+    del targets[""]  # The model itself, which `*` would match.
     # Plans of transformers have entries for modules that only some models of a type have.
     if unmatched := [entry for entry in plan.unmatched(targets) if entry in plan.override]:
         raise ModelError(
@@ -97,15 +105,28 @@ def _apply(plan: TensorPlan, splitter: Splitter) -> None:
             f"styles are {', '.join(sorted(STYLES))}",
             "give the modules another style in parallel.tp_plan",
         )
-    if not styles:
+    check_tied(plan, splitter.model)
+    for name, style in styles.items():
+        _apply_style(plan, splitter, name, style, targets[name])
+    if not splitter.has_cut:
         raise ModelError(
-            f"no entry of the plan matches a module of {type(splitter.model).__name__}",
+            f"no entry of the plan {'cuts' if styles else 'matches'} a module of {type(splitter.model).__name__}",
             "every rank would hold the whole model",
-            f"set parallel.tp to 1, or give a plan in parallel.tp_plan, with names such as "
+            "set parallel.tp to 1, or give a plan in parallel.tp_plan that cuts layers, with names such as "
             f"{', '.join(_examples(splitter.model))}",
         )
-    for name, style in styles.items():
-        STYLES[style](splitter, name, targets[name])
+    check_own_plan(plan, targets, splitter.model)
+
+
+def _apply_style(plan: TensorPlan, splitter: Splitter, name: str, style: str, target: Any) -> None:
+    try:
+        STYLES[style](splitter, name, target)
+    except ModelError as error:
+        entry = plan.entry_of(name)
+        if entry is None:
+            raise
+        found = f'{error.found} (entry "{entry}" of parallel.tp_plan)'
+        raise ModelError(found, error.rule, error.change) from error
 
 
 def _examples(model: nn.Module) -> list[str]:
@@ -114,8 +135,8 @@ def _examples(model: nn.Module) -> list[str]:
     return list(names)[:4]
 
 
-def _make_head_parallel(model: Any, splitter: Splitter) -> None:
-    """Lets callers of a column-parallel head see whole logits, and cuts the input embedding as the head is cut.
+def _make_head_parallel(model: Any, plan: TensorPlan, splitter: Splitter) -> None:
+    """Lets callers of a column-parallel head see whole logits, and cuts an input embedding without a style as the head.
 
     Tied or not: the embedding is as large as the head, and a tied one is the same parameter.
     """
@@ -126,8 +147,8 @@ def _make_head_parallel(model: Any, splitter: Splitter) -> None:
     if not isinstance(head, ColumnParallelLinear):
         return
     head.gather_output = True
-    if isinstance(embedding, nn.Embedding) and not isinstance(embedding, VocabParallelEmbedding):
-        name = next(name for name, module in model.named_modules() if module is embedding)
+    name = next((name for name, module in model.named_modules() if module is embedding), None)
+    if name is not None and plan.style_of(name) is None and isinstance(embedding, nn.Embedding):
         embedding_rowwise(splitter, name, embedding)
 
 

@@ -50,10 +50,12 @@ class TensorPlan:
 
     def style_of(self, name: str) -> str | None:
         """The style of a module or parameter; None: no entry matches."""
-        for pattern, style in self.override.items():
-            if fnmatchcase(name, pattern):
-                return style
-        return self.styles.get(generic(name))
+        entry = self.entry_of(name)
+        return self.styles.get(generic(name)) if entry is None else self.override[entry]
+
+    def entry_of(self, name: str) -> str | None:
+        """The pattern of `override` that decides a module's or parameter's style; None: none does."""
+        return next((pattern for pattern in self.override if fnmatchcase(name, pattern)), None)
 
     def unmatched(self, names: Iterable[str]) -> list[str]:
         """Entries that match none of a model's modules and parameters.

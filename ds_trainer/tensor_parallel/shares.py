@@ -18,9 +18,9 @@ from ds_trainer.tensor_parallel.sizes import Unit
 _BY_HEAD = ("colwise", "qkv_colwise", "rowwise")
 """Styles under which a projection of an attention module is cut between heads."""
 
-_COLUMN = ("colwise", "qkv_colwise", "colwise_gather_output", "packed_colwise")
-_ROW = ("rowwise", "rowwise_split_input", "packed_rowwise")
-_EMBEDDING = ("embedding_rowwise", "embedding_colwise")
+COLUMN = ("colwise", "qkv_colwise", "colwise_gather_output", "packed_colwise")
+ROW = ("rowwise", "rowwise_split_input", "packed_rowwise")
+EMBEDDING = ("embedding_rowwise", "embedding_colwise")
 _EXPERTS = "moe_tp_experts"
 _EXPERT_WIDTHS = ("moe_intermediate_size", "intermediate_size")
 _NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
@@ -41,7 +41,13 @@ class Shares:
     @cached_property
     def names_agree(self) -> bool:
         """Whether the plan finds layers by the checkpoint's names, so that it is known here what is cut."""
-        return not all(self._is_vocabulary(tensor) for _, tensor, _ in self._planned())
+        tensors = self.spec.distinct().items()
+        return any(self._style(name) is not None for name, tensor in tensors if not self._is_vocabulary(tensor))
+
+    @property
+    def cuts_anything(self) -> bool:
+        """Whether any tensor of the checkpoint is cut."""
+        return any(True for _ in self._planned())
 
     def units(self) -> list[Unit]:
         """Everything that is dealt out whole, heads first; a vocabulary, and what is gathered again, is padded."""
@@ -84,25 +90,32 @@ class Shares:
 
     def _planned(self) -> Iterator[tuple[str, TensorInfo, str]]:
         """Name, tensor and style of what is cut."""
-        prefixes = dict.fromkeys(("", *(f"{entry.partition('.')[0]}." for entry in self.plan.styles)))
         for name, tensor in self.spec.distinct().items():
-            style = self._style(name, prefixes)
+            style = self._style(name)
             if style is None and self._is_vocabulary(tensor) and self._cuts_head:
                 style = "embedding_rowwise"
-            if style in (*_COLUMN, *_EMBEDDING, _EXPERTS) or (style in _ROW and len(tensor.shape) > 1):
+            if style in (*COLUMN, *EMBEDDING, _EXPERTS) or (style in ROW and len(tensor.shape) > 1):
                 yield name, tensor, style
 
     @property
     def _cuts_head(self) -> bool:
-        """Whether the plan cuts the head; the embedding, tied or not, is then cut alike."""
-        return any("*" not in entry and style in _COLUMN for entry, style in self.plan.styles.items())
+        """Whether the plan cuts the head; an embedding, tied or not, that it does not name is then cut alike."""
+        entries = (entry for entry in (*self.plan.styles, *self.plan.override) if "*" not in entry)
+        return any(self.plan.style_of(entry) in COLUMN for entry in entries)
 
-    def _style(self, name: str, prefixes: dict[str, None]) -> str | None:
-        """Style by the plan; a checkpoint may lack the prefix that the class for language models adds."""
+    @cached_property
+    def prefixes(self) -> tuple[str, ...]:
+        """None, and what the class for language models puts before its body's names: a checkpoint may lack it."""
+        entries = (entry for entry in self.plan.styles or self.plan.override if "." in entry)
+        first = (f"{entry.partition('.')[0]}." for entry in entries)
+        return tuple(dict.fromkeys(("", *(prefix for prefix in first if "*" not in prefix))))
+
+    def _style(self, name: str) -> str | None:
+        """Style by the plan."""
         if re.search(r"\.experts\.\d+\.", name) and _EXPERTS in self.plan.styles.values():
             return _EXPERTS
         module = re.sub(r"\.(weight|bias)$", "", name)
-        for prefix in prefixes:
+        for prefix in self.prefixes:
             if style := self.plan.style_of(prefix + module) or self.plan.style_of(prefix + name):
                 return style
         return None
@@ -129,7 +142,7 @@ class Shares:
         if len(tensor.shape) == 1:
             return tensor.shape[0]
         inner = [size for size in tensor.shape[-2:] if size != self.spec.hidden_size]
-        return inner[0] if len(inner) == 1 else tensor.shape[-2 if style in _COLUMN else -1]
+        return inner[0] if len(inner) == 1 else tensor.shape[-2 if style in COLUMN else -1]
 
     def _local_size(self, tensor: TensorInfo, style: str, tp: int) -> int:
         if self._is_vocabulary(tensor):

@@ -62,10 +62,11 @@ def refusal(tp: int, units: Iterable[Unit]) -> tuple[str, str, str] | None:
             broken.setdefault(unit.number, unit.name)  # Of layers that have the same number one is named.
     if not broken:
         return None
-    sizes = ", ".join(map(str, working_sizes(units)))
+    sizes = working_sizes(units)
+    works = "1" if sizes == [1] else f"a size that works: {', '.join(map(str, sizes))}"
     return (
         f"parallel.tp is {tp}, and the model has {', '.join(f'{n} {name}' for n, name in broken.items())}",
         "each tensor rank holds equally many whole ones; KV heads that are fewer than the ranks are repeated where "
         "their number divides the ranks'",
-        f"set parallel.tp to a size that works: {sizes}",
+        f"set parallel.tp to {works}",
     )

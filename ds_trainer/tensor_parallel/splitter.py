@@ -86,6 +86,11 @@ class Splitter:
             )
         return known[1]
 
+    @property
+    def has_cut(self) -> bool:
+        """Whether any parameter has been cut."""
+        return bool(self._cut)
+
     def is_cut(self, parameter: nn.Parameter) -> bool:
         """Whether a parameter is a rank's part of one."""
         return any(new is parameter for _, new, _ in self._cut.values())

@@ -97,6 +97,7 @@ def compare(kind: str, lengths: tuple[int, ...], parallel: dict, checkpointed: b
         (expected + 0).backward()
         got.backward()
         errors.append(abs(got.item() - expected.item()) / abs(expected.item()))
+    assert not any("forward" in vars(module) for module in part.modules())
     merged = dict(split.merged((name, parameter.grad) for name, parameter in part.named_parameters()))
     gradients = {name: parameter.grad for name, parameter in whole.named_parameters()}
     assert all(gradient.any() for gradient in gradients.values())
@@ -413,7 +414,9 @@ def test_a_model_without_a_plan_is_refused_and_takes_one_from_the_config():
         ({"model.layers.*.mlp.gate": "colwise"}, "model.layers.*.mlp.gate, which matches no module"),
         ({"model.layers.*.mlp.act_fn": "colwise"}, "colwise is given to model.layers.0.mlp.act_fn"),
         ({"model.layers.*.mlp.up_proj": "diagonal"}, "diagonal"),
-        ({"lm_head": "replicate"}, "lm_head.weight is shared with a layer that the plan cuts"),
+        ({"*": "colwise"}, 'colwise is given to model, which is a LlamaModel (entry "*" of parallel.tp_plan)'),
+        ({"*": "replicate"}, "no entry of the plan cuts a module"),
+        ({"model.layers.*.mlp": "replicate"}, "inside it model.layers.0.mlp.down_proj is cut"),
     ],
 )
 def test_a_wrong_entry_of_the_configs_plan_is_refused(plan, says):
@@ -421,6 +424,91 @@ def test_a_wrong_entry_of_the_configs_plan_is_refused(plan, says):
         split(tiny_llama(), 2, tp_plan=plan)
     assert says in error.value.found
     assert "parallel.tp_plan" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "style", "says"),
+    [
+        ("model.layers.*.mlp.gate_proj", "replicate", "by colwise, together with up_proj, down_proj"),
+        ("model.layers.*.mlp.gate_proj", "rowwise", "by colwise, together with"),
+        ("model.layers.*.mlp.gate_proj", "packed_colwise", "by colwise, together with"),
+        ("model.layers.*.mlp.down_proj", "replicate", "by rowwise, together with gate_proj, up_proj"),
+        ("model.layers.*.self_attn.q_proj", "replicate", "by colwise, together with k_proj, v_proj, o_proj"),
+        ("model.layers.*.self_attn.q_proj", "qkv_colwise", "by colwise, together with"),
+        ("model.layers.*.mlp", "all_reduce", "model.layers.0.mlp.down_proj sums its output already"),
+        ("model.layers.*.input_layernorm", "all_reduce", "no layer inside it is cut"),
+        ("model.norm", "replicated_with_grad_allreduce", "no module that holds it has layers that are cut"),
+        ("lm_head", "rowwise", "lm_head, the head, is given"),
+        ("lm_head", "packed_colwise", "lm_head, the head, is given"),
+    ],
+)
+def test_a_style_that_does_not_fit_a_layers_role_is_refused(name, style, says):
+    with pytest.raises(ModelError) as error:
+        split(tiny_llama(tied=False, vocab=64), 2, tp_plan={name: style})
+    assert says in error.value.found
+    assert f'style {style} (entry "{name}" of parallel.tp_plan)' in error.value.found
+
+
+def test_a_norm_whose_attention_is_left_whole_has_no_gradient_to_sum():
+    plan = {"model.layers.*.self_attn.?_proj": "replicate"}
+    with pytest.raises(ModelError, match=r"self_attn\.q_norm has style replicated_with_grad_allreduce"):
+        split(tiny_qwen3(), 2, tp_plan=plan)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {"lm_head": "replicate"},
+        {"model.embed_tokens": "replicate"},
+        {"model.embed_tokens": "embedding_colwise"},
+        {"model.embed_tokens": "embedding_colwise", "lm_head": "rowwise_split_input"},
+    ],
+)
+def test_styles_that_a_tied_embedding_and_head_cannot_both_have_are_refused(plan):
+    with pytest.raises(ModelError, match="model.embed_tokens and lm_head share one parameter") as error:
+        split(tiny_llama(), 2, tp_plan=plan)
+    for name, style in plan.items():
+        assert f'{name} style {style} (entry "{name}" of parallel.tp_plan)' in error.value.found
+
+
+def test_layers_whose_shapes_do_not_fit_are_told_in_the_first_forward_pass():
+    model = NoPlan()
+    split(model, 2, tp_plan={"up": "colwise"})
+    with pytest.raises(ModelError, match=r"do not fit one another[\s\S]*parallel\.tp_plan, which has 'up'") as error:
+        model.to_empty(device="cpu")(torch.ones(3, 4))
+    assert type(error.value.__cause__) is RuntimeError
+
+
+def test_a_plan_of_ones_own_is_warned_of(caplog):
+    for plan, warnings in (({}, 0), ({"model.layers.*.mlp.*": "replicate"}, 1)):
+        caplog.clear()
+        with caplog.at_level("WARNING"):
+            split(tiny_llama(), 2, tp_plan=plan)
+        assert caplog.text.count("not proven") == warnings
+
+
+OWN_PLANS = [
+    {"model.layers.*.mlp.*": "replicate"},
+    {"model.layers.0.self_attn.*": "replicate"},
+    {"model.embed_tokens": "replicate"},
+    {"model.embed_tokens": "embedding_colwise"},
+    {"lm_head": "replicate"},
+    {"lm_head": "rowwise_split_input"},
+]
+
+
+def test_plans_of_ones_own_that_fit_give_loss_and_gradients_of_one_process(world):
+    cases = [("llama", (11, 9), {"tp_plan": plan, **way}) for plan in OWN_PLANS for way in ({}, SEQUENCE)]
+    cases.append(("tied llama", (11,), {"tp_plan": {"model.embed_tokens": "replicate", "lm_head": "replicate"}}))
+    cases.append(("qwen3", (11,), {"tp_plan": {"model.layers.*.self_attn.*": "replicate"}}))
+    for results in world(compare_many, 2, *cases):
+        check(results)
+        kept = [{n for n, share in result["sizes"].items() if share == 1} for result in results]
+        assert "model.layers.1.mlp.up_proj.weight" in kept[0]
+        assert "model.layers.0.self_attn.q_proj.weight" in kept[2]
+        assert "model.embed_tokens.weight" in kept[4]
+        assert results[6]["sizes"]["model.embed_tokens.weight"] == 1 / 2  # not padded, as rows would be
+        assert "lm_head.weight" in kept[8]
 
 
 def test_a_plan_that_fits_nothing_is_refused_and_not_run_whole():

@@ -277,3 +277,34 @@ def test_a_config_that_is_missing_or_no_utf8_says_so_once(tmp_path):
 def test_an_object_on_the_command_line_sets_the_keys_it_names_and_null_empties_the_section(override, stage, device):
     config, _ = load_config({"zero": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}, [override])
     assert (config.zero.stage, config.zero.offload_optimizer.device) == (stage, device)
+
+
+@pytest.mark.parametrize(
+    "override", ['parallel.tp_plan={"a.*.b": "colwise"}', 'parallel={"tp": 2, "tp_plan": {"a.*.b": "colwise"}}']
+)
+def test_names_with_dots_inside_an_overrides_value_stay_whole_and_replace_the_files(override):
+    config, origins = load_config({"parallel": {"tp": 2, "tp_plan": {"c.d": "rowwise"}}}, [override])
+    assert config.parallel.tp_plan == {"a.*.b": "colwise"}
+    assert origins["parallel.tp_plan"] == '--set (config says {"c.d": "rowwise"})'
+
+
+def test_one_entry_of_a_mapping_of_names_cannot_be_set_by_its_own_key():
+    with pytest.raises(ConfigError) as caught:
+        load_config({}, ["parallel.tp_plan.a.b=colwise"])
+    assert caught.value.change == """write --set 'parallel.tp_plan={"a.b": "..."}' with all entries"""
+
+
+@pytest.mark.parametrize(
+    ("entry", "found"),
+    [
+        ({"a.b": None}, 'parallel.tp_plan["a.b"] is null (null)'),
+        ({"a.b": 3}, 'parallel.tp_plan["a.b"] is 3 (integer)'),
+        ({"": "colwise"}, 'parallel.tp_plan[""] has no name'),
+    ],
+)
+def test_a_wrong_entry_in_a_mapping_of_names_is_named_with_what_to_write(entry, found):
+    parallel = {"tp": 2, "tp_plan": entry}
+    for place, given in (("config", [{"parallel": parallel}]), ("--set", [{}, f"parallel={json.dumps(parallel)}"])):
+        (error,) = faults(*given)
+        assert error.found == f"{found} in {place}"
+        assert "remove the entry" in error.change and '"colwise", "rowwise", "replicate"' in error.change

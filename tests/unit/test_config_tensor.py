@@ -321,3 +321,114 @@ def test_a_translation_for_deepspeed_says_what_the_json_cannot(capsys, tmp_path)
         assert main([*command, *more]) == 0
         out, err = capsys.readouterr()
         assert note in err and ("autotp_size" in out) is bool(more)
+
+
+def test_a_translation_for_what_cannot_cut_layers_says_so(capsys, tmp_path):
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps({"parallel": {"tp": 2, "engine": "ddp"}}))
+    for to, name in (("accelerate", "accelerate"), ("hf", "transformers' Trainer")):
+        with pytest.raises(SystemExit):
+            main(["config", "translate", str(path), "--to", to, "--world", "4"])
+        said = capsys.readouterr().err
+        assert f"parallel.tp is 2, for {name}" in said and "set parallel.tp to 1" in said
+        assert "change parallel.engine" not in said
+
+
+def test_where_one_size_works_it_alone_is_named():
+    assert refusal(2, [Unit("attention heads", 9), Unit("features", 5)])[2] == "set parallel.tp to 1"
+    assert faults({"tp": 2}, Machine(1))[0].change == "set parallel.tp to 1, or start a multiple of 2 ranks"
+    (error,) = faults({"engine": "fsdp2", "dp_replicate": 2}, Machine(1))
+    assert error.change.startswith("set parallel.dp_replicate to 1, and")
+
+
+@pytest.mark.parametrize(
+    ("entry", "style", "found"),
+    [
+        ("*.q_prj", "colwise", "has *.q_prj, which matches no module"),
+        ("modl.layers.*.mlp.up_proj", "colwise", "has modl.layers.*.mlp.up_proj, which matches no module"),
+        ("model.norm", "colwise", "gives colwise to model.norm by model.norm, and that is no matrix"),
+        ("model.layers.0.mlp", "rowwise", "gives rowwise to model.layers.0.mlp by model.layers.0.mlp, and that is a m"),
+        ("*", "replicate", "leaves every layer whole"),
+    ],
+)
+def test_a_plan_that_cannot_fit_the_checkpoint_is_refused_before_the_load(checkpoint, entry, style, found):
+    (error,) = faults({"tp": 2, "tp_plan": {entry: style}}, spec=checkpoint(*llama_sizes()))
+    assert error.found.startswith(f"parallel.tp_plan (config) {found}")
+
+
+@pytest.mark.parametrize(
+    ("plan", "prefix"),
+    [
+        ({"lm_head": "colwise"}, ""),  # tied, so that the checkpoint lacks it
+        ({"model.layers.*.mlp.*": "replicate"}, ""),
+        ({"model.layers.1.mlp.up_proj": "colwise"}, "model."),  # a checkpoint of the model without its head
+        ({"model.layers.0.mlp.up_proj.weight": "colwise", "model.norm.weight": "colwise"}, ""),
+    ],
+    ids=str,
+)
+def test_a_plan_that_fits_says_nothing_of_itself(checkpoint, plan, prefix):
+    config, tensors = llama_sizes()
+    spec = checkpoint(config, {name.removeprefix(prefix): shape for name, shape in tensors.items()})
+    assert not any("parallel.tp_plan" in text for text in run({"tp": 2, "tp_plan": plan}, spec=spec).warnings)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "entry", "style", "model"),
+    [
+        ("llama", "*.act_fn", "replicate", {}),  # without weights, so that the checkpoint has it not
+        ("mixtral", "*.q_prj", "colwise", {}),  # renamed on load
+        ("llama", "layers.*.mlp.up_prj", "colwise", {"auto_class": "AutoModel"}),
+    ],
+)
+def test_an_entry_of_which_only_the_load_can_tell_is_warned_of(checkpoint, model_type, entry, style, model):
+    spec = checkpoint(*llama_sizes(model_type=model_type))
+    warnings = run({"tp": 2, "tp_plan": {entry: style}}, spec=spec, model=model).warnings
+    assert any(f"parallel.tp_plan has {entry}, which matches no name in the checkpoint" in text for text in warnings)
+
+
+def test_a_plan_for_a_type_without_one_is_suggested_in_the_checkpoints_own_names(checkpoint):
+    change = faults({"tp": 2}, spec=checkpoint(*llama_sizes(model_type="bert")))[0].change
+    names = [f"model.layers.*.self_attn.{part}_proj" for part in "qkvo"]
+    assert ", ".join(names) in change and "model.layers.*.mlp.down_proj" in change and "layernorm" not in change
+
+
+@pytest.mark.parametrize(("head", "embedding"), [("replicate", "65"), ("colwise", "33")])
+def test_an_embedding_that_no_entry_names_is_cut_as_the_head_is(checkpoint, head, embedding):
+    config, tensors = llama_sizes(model_type="gpt2", tie_word_embeddings=False)
+    spec = checkpoint(config, tensors | {"lm_head.weight": (65, 64)})
+    plan = {"*.up_proj": "colwise", "*.down_proj": "rowwise", "lm_head": head}
+    rows = dict(row[::2] for row in share_rows(load_config({"parallel": {"tp": 2, "tp_plan": plan}})[0], spec))
+    assert rows.get("vocabulary", "65").startswith(embedding)
+
+
+@pytest.mark.parametrize(
+    ("config", "found"),
+    [
+        ({"quantization_config": {"quant_method": "gptq"}}, "has a quantization_config"),
+        ({"model_type": "t5", "is_encoder_decoder": True}, "is of an encoder and a decoder (t5)"),
+        (
+            {"architectures": ["LlamaForSequenceClassification"], "tie_word_embeddings": False},
+            "LlamaForSequenceClassification, and its weights have no head",
+        ),
+    ],
+    ids=str,
+)
+def test_check_refuses_a_checkpoint_that_the_load_would(checkpoint, capsys, tmp_path, config, found):
+    checkpoint(*llama_sizes(**config))
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps({"model": {"path": str(tmp_path)}}))
+    assert main(["config", "check", str(path), "--world", "2"]) == 2
+    assert found in capsys.readouterr().err
+
+
+def test_another_head_whose_weights_would_be_left_out_is_warned_of(checkpoint):
+    config, tensors = llama_sizes(architectures=["LlamaForSequenceClassification"])
+    warnings = run({}, spec=checkpoint(config, tensors | {"score.weight": (2, 64)})).warnings
+    assert any("the checkpoint's own head is left out" in text for text in warnings)
+
+
+def test_a_plan_of_ones_own_may_use_the_prefix_that_a_checkpoint_lacks(checkpoint):
+    config, tensors = llama_sizes(model_type="bert", tie_word_embeddings=False)
+    spec = checkpoint(config, {name.removeprefix("model."): shape for name, shape in tensors.items()})
+    plan = {"model.layers.*.mlp.up_proj": "colwise", "model.layers.*.mlp.down_proj": "rowwise"}
+    assert [unit.number for unit in shares_of(run({"tp": 2, "tp_plan": plan}, spec=spec).config, spec).units()] == [96]

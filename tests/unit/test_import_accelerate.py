@@ -200,10 +200,16 @@ def test_what_an_fsdp_file_leaves_out_is_as_accelerate_has_it():
         ({"distributed_type": "MULTI_XPU"}, "distributed_type", "changed", "CUDA"),
         ({"distributed_type": "MEGATRON_LM"}, "distributed_type", "dropped", "set parallel.engine"),
         (
-            {"distributed_type": "MEGATRON_LM", "megatron_lm_config": {"megatron_lm_tp_degree": 2}},
-            "megatron_lm_config.megatron_lm_tp_degree",
+            {"distributed_type": "MEGATRON_LM", "megatron_lm_config": {"megatron_lm_pp_degree": 2}},
+            "megatron_lm_config.megatron_lm_pp_degree",
             "dropped",
             "Megatron-LM",
+        ),
+        (
+            {"distributed_type": "MULTI_GPU", "megatron_lm_config": {"megatron_lm_tp_degree": 2}},
+            "megatron_lm_config.megatron_lm_tp_degree",
+            "dropped",
+            "does not read it",
         ),
         (
             {"distributed_type": "MULTI_GPU", "fsdp_config": {"fsdp_version": 2}},
@@ -327,3 +333,12 @@ def test_a_shipped_config_comes_back_from_accelerates_yaml(name):
     for key in said - {"parallel.engine"}:
         item = value(run.config, key)
         assert back[key] == NO_WORD.get((key, item), item), key
+
+
+@pytest.mark.parametrize(
+    ("degree", "ours"), [(2, {"parallel.tp": 2, "parallel.sequence_parallel": True}), (1, {"parallel.tp": 1})]
+)
+def test_megatrons_tensor_and_sequence_parallelism_are_carried(degree, ours):
+    section = {"megatron_lm_tp_degree": degree, "megatron_lm_sequence_parallelism": True}
+    found = tree({"distributed_type": "MEGATRON_LM", "megatron_lm_config": section})
+    assert {key: item for key, item in flatten(found).items() if key.startswith("parallel.")} == ours

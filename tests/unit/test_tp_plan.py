@@ -27,6 +27,18 @@ def test_a_number_stands_for_a_layer_and_an_override_comes_first(name, style):
     assert PLAN.style_of(name) == style
 
 
+@pytest.mark.parametrize(
+    "name, entry",
+    [
+        ("model.layers.3.mlp.up_proj", "*.3.mlp.up_proj"),
+        ("model.layers.0.mlp.up_proj", "*.up_proj"),
+        ("lm_head", None),
+    ],
+)
+def test_the_overrides_entry_that_decides_is_known(name, entry):
+    assert PLAN.entry_of(name) == entry
+
+
 def test_entries_that_match_nothing_are_named():
     assert PLAN.unmatched(["model.layers.0.mlp.up_proj", "lm_head"]) == [
         "model.layers.*.mlp.experts",

@@ -74,13 +74,17 @@ _OWN = {
 _NOT_HERE = {
     "fp8_config": "there is no fp8 here; precision.dtype is bf16 at the least",
     "ipex_config": "ds_trainer runs on a CPU with torch alone",
-    "megatron_lm_config": "Megatron-LM is no engine of ds_trainer; set parallel.engine",
     "mpirun_config": LAUNCHERS,
 }
 """Section -> why it is dropped as a whole."""
 
 _ENGINES = {"DEEPSPEED": "deepspeed", "FSDP": "fsdp2", "MULTI_CPU": "ddp", "MULTI_GPU": "ddp", "NO": "ddp"}
-_SECTION_OF = {"deepspeed_config": "DEEPSPEED", "fsdp_config": "FSDP", "parallelism_config": "FSDP"}
+_SECTION_OF = {
+    "deepspeed_config": "DEEPSPEED",
+    "fsdp_config": "FSDP",
+    "megatron_lm_config": "MEGATRON_LM",
+    "parallelism_config": "FSDP",
+}
 """Section -> the distributed_type that reads it."""
 
 _INLINE = {
@@ -178,6 +182,8 @@ def _carry(found: Imported, native: Mapping[str, Any], kind: str, key: str, item
         carry_fsdp(found, native, key, item)
     elif section == "parallelism_config":
         carry_parallelism(found, key, item)
+    elif section == "megatron_lm_config":
+        _carry_megatron(found, native, key, item)
     elif section in ("dynamo_config", "dynamo_backend"):
         _carry_dynamo(found, native, key, item)
     else:
@@ -228,6 +234,19 @@ def _carry_kind(found: Imported, kind: str, item: Any) -> None:
         found.drop(
             key, item, "no engine of ds_trainer is like it; set parallel.engine, which is deepspeed until you do"
         )
+
+
+def _carry_megatron(found: Imported, native: Mapping[str, Any], key: str, item: Any) -> None:
+    """What of Megatron-LM's settings is there on the engines here as well."""
+    cuts = native["megatron_lm_config"].get("megatron_lm_tp_degree", 1) != 1
+    match key.rpartition(".")[2].removeprefix("megatron_lm_"):
+        case "tp_degree":
+            found.carry(key, item, {"parallel.tp": item}, "ds_trainer cuts the layers, on the engine itself")
+        case "sequence_parallelism":
+            note = "" if cuts else "there is nothing to cut at megatron_lm_tp_degree 1"
+            found.carry(key, item, {"parallel.sequence_parallel": item} if cuts else {}, note)
+        case _:
+            found.drop(key, item, "Megatron-LM is no engine of ds_trainer; set parallel.engine")
 
 
 def _carry_mixed_precision(found: Imported, item: Any, key: str = "mixed_precision") -> None:

@@ -15,7 +15,7 @@ from ds_trainer.config.asked import Asked
 from ds_trainer.config.backend import backend
 from ds_trainer.config.resolved import Machine
 from ds_trainer.config.schema import RunConfig
-from ds_trainer.errors import ConfigError
+from ds_trainer.errors import ConfigError, one_of
 
 _STAGES = {2: False, 3: True}
 _POLICIES = {"transformer_layer_cls_to_wrap": "transformer_based_wrap", "min_num_params": "size_based_wrap"}
@@ -63,7 +63,7 @@ def check_fsdp_machine(config: RunConfig, asked: Asked, machine: Machine) -> Ite
         yield ConfigError(
             f"{said} on {machine.world} data ranks",
             "data ranks = dp_replicate x dp_shard",
-            f"set parallel.dp_replicate to one of {', '.join(map(str, sizes))}, and remove parallel.dp_shard",
+            f"set parallel.dp_replicate to {one_of(sizes)}, and remove parallel.dp_shard",
         )
         return
     cut = machine.world // replicate
