@@ -19,6 +19,7 @@ from ds_trainer.log import get_logger
 from ds_trainer.mesh.mesh import Mesh
 from ds_trainer.state import TrainerState
 
+_SEQUENCES = "sequence parallelism"
 _ANY = ("$schema", "run.output_dir", "checkpoint", "logging", "data.cache_dir", "data.preview_samples", "run.device")
 """Keys whose change is nobody's business."""
 _SAME = ("run.seed", "data.shuffle", "optimizer.name")
@@ -105,7 +106,7 @@ def _in_words(resolved: ResolvedConfig) -> str:
 def _tensor_words(config: ParallelConfig) -> list[str]:
     if config.tp == 1:
         return []
-    more = ["sequence parallelism"] if config.sequence_parallel else []
+    more = [_SEQUENCES] if config.sequence_parallel else []
     more += ["parallel.tp_plan"] if config.tp_plan else []
     return [" with ".join([f"tp {config.tp}", *([" and ".join(more)] if more else [])])]
 
@@ -133,11 +134,14 @@ def check_layout(checkpoint: Checkpoint, resolved: ResolvedConfig, layout: list[
     ] != resolved.config.parallel.engine:
         raise _other_layout(checkpoint, saved["description"], now)
     if saved["description"] != now:
+        before = saved["description"]
+        masks = ", and the masks of dropout do" if (_SEQUENCES in before) != (_SEQUENCES in now) else ""
         get_logger().warning(
-            "warning: %s was saved by %s and goes on with %s: the last bits of sums may differ",
+            "warning: %s was saved by %s and goes on with %s: the last bits of sums may differ%s",
             checkpoint.folder,
-            saved["description"],
+            before,
             now,
+            masks,
         )
 
 

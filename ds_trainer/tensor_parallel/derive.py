@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, wraps
+from typing import Any
 
 from torch import nn
 
@@ -15,13 +16,18 @@ def derive(module: nn.Module, behaviour: type) -> None:
 
     Args:
         module: Changed in place.
-        behaviour: The mixin.
+        behaviour: The mixin; has a `forward`.
     """
     own: type = type(module)
     module.__class__ = _derived(behaviour, own)
 
 
 @cache
-def _derived(behaviour: type, base: type) -> type:
-    # transformers finds classes by their name.
-    return type(base.__name__, (behaviour, base), {"__module__": base.__module__, "__qualname__": base.__qualname__})
+def _derived(behaviour: Any, base: Any) -> type:
+    # transformers finds classes by their name, and `generate` looks at the signature to see what to pass.
+    @wraps(base.forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return behaviour.forward(self, *args, **kwargs)
+
+    names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "forward": forward}
+    return type(base.__name__, (behaviour, base), names)

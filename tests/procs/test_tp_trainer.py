@@ -3,8 +3,11 @@ the same samples."""
 
 from __future__ import annotations
 
+from inspect import signature
+
 import pytest
 import torch
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from ds_trainer.errors import DataError
 from tests.helpers.runs import D8, collate, largest_difference, make_trainer, weights
@@ -106,6 +109,37 @@ def expected(world, tmp_path_factory):
 def test_losses_predictions_and_texts_are_those_of_one_process(world, tmp_path, expected, sections):
     for got in world(use, 2, tmp_path, 2, sections):
         close(got, expected)
+
+
+def gpt2():
+    """Counts positions from the first token on, and so must be told of padding; has dropout, at rest here."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 300, "n_positions": 128, "n_embd": 32, "n_layer": 2, "n_head": 4, "initializer_range": 0.5}
+    return GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=1, eos_token_id=2))
+
+
+def continue_padded(out, parallel: dict):
+    """Texts of a batch in which one prompt is padded, and what `generate` may hand to the model."""
+    trainer = make_trainer(
+        "ddp",
+        out,
+        model=gpt2(),
+        given={"processing_class": make_tokenizer()},
+        parallel=parallel,
+        evaluation={"batch_size": 2},
+    )
+    texts = trainer.generate(["<s>a", "<s>abcdefgh"], max_new_tokens=8)
+    return texts, sorted(signature(trainer.run.model.forward).parameters)
+
+
+@pytest.mark.case("F4")
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_a_padded_prompt_is_continued_as_by_one_process(world, tmp_path, sequence_parallel):
+    ((expected, _),) = world(continue_padded, 1, tmp_path / "one", {})
+    keys = parallel(sequence_parallel=sequence_parallel)
+    for texts, arguments in world(continue_padded, 2, tmp_path / "two", keys):
+        assert texts == expected
+        assert {"position_ids", "logits_to_keep"} <= set(arguments)
 
 
 def smoothed(out, tp: int):
