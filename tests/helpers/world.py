@@ -107,6 +107,8 @@ def _rank(function: Callable, args: tuple, rank: int, ranks: int, folder: str, s
     torch.distributed.init_process_group(
         "gloo", store=torch.distributed.FileStore(str(Path(folder) / "rendezvous"), ranks), rank=rank, world_size=ranks
     )
+    # A rank whose function ends at once would break the connections of one that still joins.
+    torch.distributed.barrier()
     try:
         result = (True, function(*args))
     except BaseException:  # noqa: BLE001  the parent re-raises it, whatever it was
