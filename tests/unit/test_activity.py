@@ -1,5 +1,6 @@
 """A process that computes, reads, writes or waits for a disk is not idle; one that sleeps is."""
 
+import os
 import subprocess
 import threading
 import time
@@ -78,7 +79,7 @@ def test_a_child_that_goes_on_computing_keeps_its_parent_from_being_idle():
 
 def test_a_thread_that_waits_for_a_disk_look_after_look_is_not(monkeypatch):
     watch = Activity()
-    monkeypatch.setattr(activity, "_waits_for_disk", lambda pid: True)
+    monkeypatch.setattr(activity, "_waits_for_disk", lambda pid: pid == os.getpid())
     idle_s = []
     for _ in range(3):
         time.sleep(0.1)
@@ -91,7 +92,7 @@ def test_one_moment_of_work_or_of_waiting_for_a_disk_is_idle_all_the_same(monkey
     began = time.monotonic()
     for look in range(4):
         time.sleep(0.5)
-        monkeypatch.setattr(activity, "_waits_for_disk", lambda pid, look=look: look == 1)
+        monkeypatch.setattr(activity, "_waits_for_disk", lambda pid, look=look: pid == os.getpid() and look == 1)
         if look == 2:
             spin_until = time.process_time() + 0.005
             while time.process_time() < spin_until:
