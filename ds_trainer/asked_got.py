@@ -28,9 +28,10 @@ def check_asked_is_got(resolved: ResolvedConfig, engine: Engine, mesh: Mesh) -> 
     gathered = mesh.gather_objects((facts, engine.parameter_hash()))
     for rank, (other, _) in enumerate(gathered):
         _compare(resolved, other, rank, mesh)
-    _same_start([value for _, value in gathered], mesh.grid.tp_size)
-    parts = [value for _, value in gathered[: mesh.grid.tp_size] if value is not None]
-    _print(resolved, [other for other, _ in gathered], "/".join(parts) or None)
+    hashes = [value for _, value in gathered]
+    _same_start(hashes, mesh.grid.dp_ranks)
+    parts = [hashes[rank] for rank in mesh.grid.model_ranks[0]]
+    _print(resolved, [other for other, _ in gathered], "/".join(filter(None, parts)) or None)
     return facts
 
 
@@ -60,12 +61,12 @@ def _compare(resolved: ResolvedConfig, facts: EngineFacts, rank: int, mesh: Mesh
             )
 
 
-def _same_start(hashes: list[str | None], tp_size: int) -> None:
-    """Checks that data ranks hold the same; tensor ranks hold different parts of the model."""
-    different = [rank for rank, value in enumerate(hashes) if value != hashes[rank % tp_size]]
+def _same_start(hashes: list[str | None], dp_ranks: list[list[int]]) -> None:
+    """Checks that the data ranks of each part of the model hold the same."""
+    different = {rank: ranks[0] for ranks in dp_ranks for rank in ranks if hashes[rank] != hashes[ranks[0]]}
     if different:
         raise EngineError(
-            f"ranks {different} start with other parameters than rank {different[0] % tp_size}",
+            f"ranks {sorted(different)} start with other parameters than rank {different[min(different)]}",
             "every data rank must hold the same parameters before the first step",
             "load the same checkpoint on every rank (model.path), or seed the model's construction",
         )

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ds_trainer.data import tensor_group
+from ds_trainer.data import model_group
 from ds_trainer.data.loader import BatchLoader
 from ds_trainer.engines.base import Engine
 from ds_trainer.executors.accumulate import to_device
@@ -78,11 +78,11 @@ def run_evaluation(
             mesh.monitor.at(place)
             with agreed(mesh, place) as agreement:
                 batches = list(loader.step(step))
-                own = tensor_group.digest(batches, mesh.grid)
-                agreement.values = (tensor_group.difference(own, mesh.grid),)
+                own = model_group.digest(batches, mesh.grid)
+                agreement.values = (model_group.difference(own, mesh.grid),)
             if agreement.stop:
                 raise StopRequested
-            tensor_group.require_same(agreement.sums[0], own, mesh, place)
+            model_group.require_same(agreement.sums[0], own, mesh, place)
             for indices, batch in zip(loader.sampler.microbatches(step), batches, strict=True):
                 batch = to_device(batch, mesh.device)
                 outputs = engine.forward(**loss.inputs(batch))

@@ -89,6 +89,9 @@ class DataConfig(Section):
     """Hand batches over in page-locked memory; None: with a GPU."""
 
 
+Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev"]
+
+
 class ParallelConfig(Section):
     """Which engine runs the step, and how the ranks are laid out."""
 
@@ -99,13 +102,21 @@ class ParallelConfig(Section):
     dp_shard: Ranks | None = None
     """Ranks over which fsdp2 cuts one copy of the model; None: data ranks / dp_replicate."""
     tp: Ranks = 1
-    """Tensor parallelism: ranks that share every layer of one copy of the model; data ranks = ranks / tp."""
+    """Tensor parallelism: ranks that share every layer of one copy of the model; data ranks = ranks / (tp x pp)."""
     tp_plan: dict[Name, Name] | None = None
     """Module name, `*` for any part of it -> style ("colwise", "rowwise", "replicate", ...), over the type's plan."""
     sequence_parallel: bool = False
     """With tp: norms, dropout and residuals on 1/tp of the sequence (Korthikanti et al. 2022)."""
     keep_gathered_input: bool = False
     """With sequence_parallel: keep each gathered input for the backward pass, which else gathers it again."""
+    pp: Ranks = 1
+    """Pipeline parallelism: ranks that each hold some layers; batch.accumulation micro-batches pass through them."""
+    schedule: Schedule = "1f1b"
+    """With pp: the order of forward and backward passes, named as in torch.distributed.pipelining."""
+    virtual_stages: Annotated[int, Field(gt=0, le=128)] | None = None
+    """With pp: stages on each rank; None: 1 with gpipe and 1f1b, else 2."""
+    pp_split: list[PositiveInt] | None = None
+    """With pp: layers of each of the pp x virtual_stages stages, in order; None: so that the slowest is fastest."""
 
 
 class OffloadOptimizerConfig(Section):

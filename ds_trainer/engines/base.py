@@ -75,7 +75,8 @@ class EngineFacts:
 class Engine(Protocol):
     """One training step's backend.
 
-    Calls come in this order: load, wrap, then per step `forward` and `backward` inside `microbatch`, and `finish`.
+    Calls come in this order: load, wrap, then per step `forward` and `backward` inside `microbatch`, and `finish`; of a
+    step that a pipeline runs, `forward` inside `pipeline`, and `finish`.
     """
 
     module: nn.Module
@@ -105,8 +106,22 @@ class Engine(Protocol):
         What is gathered for them is freed at its end.
         """
 
+    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        """What a backward pass is to begin with, so that this rank's share `loss` of the step's has its due weight.
+
+        It undoes a mean over the data ranks that the engine reduces gradients to, and has the loss scale of fp16.
+        """
+
     def backward(self, loss: torch.Tensor) -> None:
         """Accumulates the gradient of `loss`, this rank's share of the step's: shares add up over ranks and calls."""
+
+    def pipeline(self) -> AbstractContextManager[None]:
+        """Context around all passes of one step that a pipeline runs, several of them in flight at a time.
+
+        Inside, `forward` is called for each stage and micro-batch, and the pipeline runs the backward passes itself,
+        from the `scaled` loss on: they accumulate gradients of this rank's samples. At its end these are summed over
+        the stages that share a tied parameter, and reduced over the data ranks where `finish` does not do that.
+        """
 
     def finish(self) -> StepOutcome:
         """Reduces, clips, updates and zeroes the gradients, unless the gradient is not finite."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ds_trainer.data import tensor_group
+from ds_trainer.data import model_group
 from ds_trainer.engines.base import Engine
 from ds_trainer.loss import Batch, LossFunction
 from ds_trainer.mesh.agree import agreed
@@ -61,10 +61,10 @@ def run_accumulate(
         batches = list(microbatches)
         # Counted on the host: a GPU would have to be waited for.
         counts = sum(loss.num_tokens(batch) for batch in batches), sum(map(seen_tokens, batches))
-        own = tensor_group.digest(batches, mesh.grid)
-        agreement.values = *counts, tensor_group.difference(own, mesh.grid)
+        own = model_group.digest(batches, mesh.grid)
+        agreement.values = *counts, model_group.difference(own, mesh.grid)
     total, seen = map(int, agreement.sums[:2])
-    tensor_group.require_same(agreement.sums[2], own, mesh, place)
+    model_group.require_same(agreement.sums[2], own, mesh, place)
     if total == 0:
         return StepLoss(0.0, 0, seen, ())
     local_sum = torch.zeros((), dtype=torch.float64, device=mesh.device)

@@ -26,7 +26,7 @@ class Agreement:
 
     Args:
         values: This rank's numbers, at most `MAX_VALUES`, to be set before the end of the agreed block.
-        sums: Their sums over the data ranks; tensor ranks of one model copy have the same numbers, which count once.
+        sums: Their sums over the data ranks; all ranks of one model copy have the same numbers, which count once.
         stop: Whether any rank was asked to stop.
     """
 
@@ -78,7 +78,7 @@ def agreed(mesh: Mesh, place: str) -> Iterator[Agreement]:
         everyone = [] if all_well else mesh.gather_objects((place, call_site(sys._getframe()), mine))
     if not all_well:
         raise _first_fault(everyone, mesh.grid.rank, mine)
-    agreement.sums, agreement.stop = tuple(total / mesh.grid.tp_size for total in sums[:count]), stop > 0
+    agreement.sums, agreement.stop = tuple(total / mesh.grid.model_size for total in sums[:count]), stop > 0
 
 
 def _tag(place: str) -> int:

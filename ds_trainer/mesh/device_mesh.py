@@ -12,7 +12,8 @@ from ds_trainer.mesh.mesh import Mesh
 def device_mesh(mesh: Mesh, axes: Mapping[str, int]) -> DeviceMesh:
     """Lays the data ranks out along named axes; neighbouring data ranks differ in the last one.
 
-    The tensor ranks are a further axis, `tp`, of the mesh that this one is cut from, and the innermost.
+    The pipeline's and the tensor ranks are further axes, `pp` and `tp`, of the mesh that this one is cut from: the
+    outermost and the innermost.
 
     Args:
         mesh: Process groups and device.
@@ -23,7 +24,7 @@ def device_mesh(mesh: Mesh, axes: Mapping[str, int]) -> DeviceMesh:
 
     Comm: with more than one axis, the making of a process group for each row and column.
     """
-    if mesh.grid.tp_size == 1:
+    if mesh.grid.model_size == 1:
         return init_device_mesh(mesh.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
-    sizes = (*axes.values(), mesh.grid.tp_size)
-    return init_device_mesh(mesh.device.type, sizes, mesh_dim_names=(*axes, "tp"))[tuple(axes)]
+    sizes = (mesh.grid.pp_size, *axes.values(), mesh.grid.tp_size)
+    return init_device_mesh(mesh.device.type, sizes, mesh_dim_names=("pp", *axes, "tp"))[tuple(axes)]

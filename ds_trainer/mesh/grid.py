@@ -7,17 +7,23 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Grid:
-    """A world of ranks laid out along two mesh axes, `dp` and, innermost, `tp`: tensor ranks are neighbours on a node.
+    """A world of ranks laid out along three mesh axes: `tp` innermost, then `dp`, then `pp`.
+
+    Axes that exchange more are further in, where ranks are neighbours on a node: tensor ranks sum activations in every
+    layer, data ranks gradients once a step, and pipeline stages pass on one micro-batch's hidden states at a time.
 
     Example:
-        4 ranks with tp 2: ranks 0 and 1 hold the two parts of one model and see the same samples, 2 and 3 likewise.
+        8 ranks with pp 2 and tp 2: ranks 0 and 1 hold the two parts of the first stage and see the same samples, ranks
+        2 and 3 hold the same parts and see others; ranks 4 to 7 are the second stage. Ranks 0, 1, 4 and 5 are one copy
+        of the model.
 
     Args:
         world: Number of ranks.
         rank: This rank, 0 <= rank < world.
         local_rank: This rank's number on its node.
         local_world: Ranks on this node.
-        tp_size: Ranks that share one copy of the model, each holding a part of its layers; divides `world`.
+        tp_size: Ranks that share the layers of one pipeline stage, each holding a part of every layer.
+        pp_size: Ranks of a pipeline, each holding some of the layers; tp_size x pp_size divides `world`.
     """
 
     world: int = 1
@@ -25,28 +31,60 @@ class Grid:
     local_rank: int = 0
     local_world: int = 1
     tp_size: int = 1
+    pp_size: int = 1
+
+    @property
+    def model_size(self) -> int:
+        """Number of ranks that hold one copy of the model together."""
+        return self.tp_size * self.pp_size
 
     @property
     def tp_rank(self) -> int:
-        """This rank's number among those that share its copy of the model."""
+        """This rank's number among those that share its layers."""
         return self.rank % self.tp_size
 
     @property
     def dp_size(self) -> int:
         """Number of data ranks: ranks that see different samples."""
-        return self.world // self.tp_size
+        return self.world // self.model_size
 
     @property
     def dp_rank(self) -> int:
-        """This rank's number among the data ranks; all tensor ranks of one model copy have the same."""
-        return self.rank // self.tp_size
+        """This rank's number among the data ranks; all ranks of one model copy have the same."""
+        return self.rank // self.tp_size % self.dp_size
+
+    @property
+    def pp_rank(self) -> int:
+        """This rank's number in its pipeline."""
+        return self.rank // (self.tp_size * self.dp_size)
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this rank is the last one of its pipeline."""
+        return self.pp_rank == self.pp_size - 1
 
     @property
     def dp_ranks(self) -> list[list[int]]:
-        """For each tensor rank the ranks that hold the same part of the model, in data order."""
-        return [list(range(first, self.world, self.tp_size)) for first in range(self.tp_size)]
+        """For each part of the model the ranks that hold it, in data order."""
+        return [self._ranks(pp, None, tp) for pp in range(self.pp_size) for tp in range(self.tp_size)]
 
     @property
     def tp_ranks(self) -> list[list[int]]:
-        """For each data rank the ranks that share its copy of the model, in tensor order."""
-        return [list(range(first, first + self.tp_size)) for first in range(0, self.world, self.tp_size)]
+        """For each stage of each copy of the model the ranks that share it, in tensor order."""
+        return [self._ranks(pp, dp, None) for pp in range(self.pp_size) for dp in range(self.dp_size)]
+
+    @property
+    def pp_ranks(self) -> list[list[int]]:
+        """The ranks of each pipeline, in its order."""
+        return [self._ranks(None, dp, tp) for dp in range(self.dp_size) for tp in range(self.tp_size)]
+
+    @property
+    def model_ranks(self) -> list[list[int]]:
+        """The ranks of each copy of the model, in data order."""
+        return [self._ranks(None, dp, None) for dp in range(self.dp_size)]
+
+    def _ranks(self, pp: int | None, dp: int | None, tp: int | None) -> list[int]:
+        """All ranks with these coordinates; None: any."""
+        sizes = ((pp, self.pp_size), (dp, self.dp_size), (tp, self.tp_size))
+        pps, dps, tps = (range(size) if given is None else (given,) for given, size in sizes)
+        return [(p * self.dp_size + d) * self.tp_size + t for p in pps for d in dps for t in tps]

@@ -41,10 +41,13 @@ class Mesh:
         grid: Rank arithmetic.
         device: Device that this rank computes on.
         dp_group: Ranks that hold the same part of the model and see different samples.
-        tp_group: Ranks that share one copy of the model and see the same samples.
+        tp_group: Ranks that share this rank's layers, and see the same samples.
+        pp_group: Ranks of this rank's pipeline, in its order; they see the same samples.
         host_group: All ranks.
         dp_host_group: Those of `dp_group`.
         tp_host_group: Those of `tp_group`.
+        pp_host_group: Those of `pp_group`.
+        model_host_group: Ranks that hold one copy of the model together: tensor ranks of all stages.
         monitor: Watches over this rank and tells it of the others' end.
     """
 
@@ -52,9 +55,12 @@ class Mesh:
     device: torch.device
     dp_group: dist.ProcessGroup
     tp_group: dist.ProcessGroup
+    pp_group: dist.ProcessGroup
     host_group: dist.ProcessGroup
     dp_host_group: dist.ProcessGroup
     tp_host_group: dist.ProcessGroup
+    pp_host_group: dist.ProcessGroup
+    model_host_group: dist.ProcessGroup
     monitor: Monitor
 
     def sum(self, *values: float) -> list[float]:
@@ -129,20 +135,27 @@ def init_mesh(grid: Grid, device_kind: Literal["cpu", "cuda"], timeouts: Timeout
     group = dist.group.WORLD
     assert group is not None
     host_group, monitor = _host(group, timeouts)
-    dp_group, tp_group = (_own(ranks, group, timeouts) for ranks in (grid.dp_ranks, grid.tp_ranks))
-    dp_host, tp_host = (_own(ranks, host_group, timeouts, "gloo") for ranks in (grid.dp_ranks, grid.tp_ranks))
-    return Mesh(grid, device, dp_group, tp_group, host_group, dp_host, tp_host, monitor)
+    axes = (grid.dp_ranks, grid.tp_ranks, grid.pp_ranks)
+    dp_group, tp_group, pp_group = _own(axes, group, timeouts)
+    hosts = _own((*axes, grid.model_ranks), host_group, timeouts, "gloo")
+    return Mesh(grid, device, dp_group, tp_group, pp_group, host_group, *hosts, monitor)
 
 
 def _own(
-    everyones: list[list[int]], world: dist.ProcessGroup, timeouts: Timeouts, backend: str | None = None
-) -> dist.ProcessGroup:
-    """This rank's group of several that share the world; the world's own where that is the only one."""
-    if len(everyones) == 1:
-        return world
-    own, _ = dist.new_subgroups_by_enumeration(everyones, timeout=_group_timeout(timeouts), backend=backend)
-    assert own is not None
-    return own
+    axes: Sequence[list[list[int]]], world: dist.ProcessGroup, timeouts: Timeouts, backend: str | None = None
+) -> list[dist.ProcessGroup]:
+    """For each axis this rank's group of those that share the world; axes that do so alike have one group."""
+    groups: list[dist.ProcessGroup] = []
+    for everyones in axes:
+        if everyones in axes[: len(groups)]:
+            groups.append(groups[axes.index(everyones)])
+        elif len(everyones) == 1:
+            groups.append(world)
+        else:
+            own, _ = dist.new_subgroups_by_enumeration(everyones, timeout=_group_timeout(timeouts), backend=backend)
+            assert own is not None
+            groups.append(own)
+    return groups
 
 
 def _host(group: dist.ProcessGroup, timeouts: Timeouts) -> tuple[dist.ProcessGroup, Monitor]:

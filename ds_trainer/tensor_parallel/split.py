@@ -1,4 +1,4 @@
-"""Which part of a model this tensor rank holds, and the way back to whole tensors."""
+"""Which part of a model this rank holds, and the way back to whole tensors."""
 
 from __future__ import annotations
 
@@ -9,23 +9,42 @@ import torch
 import torch.distributed as dist
 
 from ds_trainer.layout import Cut, ParameterSlice
+from ds_trainer.pipeline.parameters import StageParameters
 
 
 @dataclass(frozen=True)
 class ModelSplit:
-    """How tensor parallelism has cut a model's parameters; of what is not named here every rank holds the whole.
+    """How tensor parallelism has cut a model's parameters, and which of them this rank's pipeline stages have.
+
+    Of a parameter that no cut names every tensor rank holds the whole.
 
     Args:
         cuts: Parameter name (of a tied one its first name) -> its cut.
         rank: This rank's number in the tensor group.
         host_group: The tensor group over gloo; None: there is no tensor parallelism.
         whole_modules: Modules with parameters that every rank holds whole, the numbers of layers as `*`.
+        stages: Which stage owns which parameter; None: there is no pipeline.
     """
 
     cuts: Mapping[str, Cut] = field(default_factory=dict)
     rank: int = 0
     host_group: dist.ProcessGroup | None = None
     whole_modules: tuple[str, ...] = ()
+    stages: StageParameters | None = None
+
+    def owns(self, name: str) -> bool:
+        """Whether this rank updates, counts and saves a parameter; not so a copy of one that another stage owns."""
+        return self.stages is None or self.stages.owns(name)
+
+    def sum_tied(self, gradients: Mapping[str, torch.Tensor | None]) -> None:
+        """Adds the gradients of copies of tied parameters to their owners'; see `StageParameters`."""
+        if self.stages is not None:
+            self.stages.sum_tied(gradients)
+
+    def refresh_tied(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Gives copies of tied parameters their owners' values; see `StageParameters`."""
+        if self.stages is not None:
+            self.stages.refresh_tied(parameters)
 
     def slice(self, name: str, local_shape: tuple[int, ...], flat: tuple[int, int]) -> ParameterSlice:
         """The slice that elements `flat` of this rank's local tensor are.
@@ -59,16 +78,15 @@ class ModelSplit:
                 yield rows.narrow(cut.dim, begin, end - begin)
 
     def merged(self, local: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Whole tensors out of the tensor ranks' local ones, on every rank, one at a time.
+        """The whole model's tensors out of what its ranks hold, on every rank, one at a time.
 
         Args:
             local: Name and local tensor on the host, in the same order on every tensor rank.
 
-        Comm: one all-gather over the tensor group of each tensor that is cut.
+        Comm: one all-gather over the tensor group of each tensor that is cut; of stages that of `StageParameters`.
         """
-        for name, tensor in local:
-            cut = self.cuts.get(name)
-            yield name, tensor if cut is None else self._whole(tensor, cut)
+        whole = ((name, self._whole(tensor, cut) if (cut := self.cuts.get(name)) else tensor) for name, tensor in local)
+        return whole if self.stages is None else self.stages.merged(whole)
 
     def _whole(self, local: torch.Tensor, cut: Cut) -> torch.Tensor:
         parts = [torch.empty_like(local, memory_format=torch.contiguous_format) for _ in cut.ranges]

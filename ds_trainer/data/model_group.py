@@ -1,4 +1,4 @@
-"""Tensor ranks of one model copy compute one forward pass together, so they must hold the same micro-batches."""
+"""Ranks of one model copy compute one forward pass together, so they must hold the same micro-batches."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _DIGEST_BYTES = 5
 
 
 def digest(batches: Sequence[Batch], grid: Grid) -> int:
-    """A number that follows from every tensor of some micro-batches; 0 without tensor parallelism."""
-    if grid.tp_size == 1:
+    """A number that follows from every tensor of some micro-batches; 0 where a rank holds the model alone."""
+    if grid.model_size == 1:
         return 0
     hashed = hashlib.blake2b(digest_size=_DIGEST_BYTES)
     for batch in batches:
@@ -32,16 +32,17 @@ def digest(batches: Sequence[Batch], grid: Grid) -> int:
 
 
 def difference(own: int, grid: Grid) -> float:
-    """This rank's term of a sum over all ranks that is 0 where every tensor group has one digest.
+    """This rank's term of a sum over all ranks that is 0 where the ranks of every model copy have one digest.
 
     Example:
-        On 3 tensor ranks with digests a, b and c the sum is 2a - b - c.
+        On 3 ranks of a copy with digests a, b and c the sum is 2a - b - c.
     """
-    return float(own * (grid.tp_size - 1 if grid.tp_rank == 0 else -1))
+    is_first = grid.tp_rank == 0 and grid.pp_rank == 0
+    return float(own * (grid.model_size - 1 if is_first else -1))
 
 
 def require_same(total: float, own: int, mesh: Mesh, place: str) -> None:
-    """Refuses to go on where tensor ranks of one model copy hold different micro-batches.
+    """Refuses to go on where ranks of one model copy hold different micro-batches.
 
     Args:
         total: Sum of every rank's `difference`.
@@ -57,13 +58,13 @@ def require_same(total: float, own: int, mesh: Mesh, place: str) -> None:
     if total == 0:
         return
     digests = mesh.gather_objects(own)
-    groups = ([(rank, digests[rank]) for rank in ranks] for ranks in mesh.grid.tp_ranks)
+    groups = ([(rank, digests[rank]) for rank in ranks] for ranks in mesh.grid.model_ranks)
     first = next(group for group in groups if len({value for _, value in group}) > 1)
     error = DataError(
         f"{place}: ranks that share one copy of the model hold different samples ("
         + ", ".join(f"rank {rank}: hash {value:0{2 * _DIGEST_BYTES}x}" for rank, value in first)
         + ")",
-        "with parallel.tp all tensor ranks of a model copy compute on the same micro-batches",
+        "with parallel.tp and parallel.pp all ranks of a model copy compute on the same micro-batches",
         "let samples depend on their index alone: no shuffling, sampling or augmentation of your own that depends on "
         "the rank or on a seed of its own",
     )

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ds_trainer.data.tensor_group import difference, digest, require_same
+from ds_trainer.data.model_group import difference, digest, require_same
 from ds_trainer.errors import DataError
 from ds_trainer.mesh.grid import Grid
 
