@@ -39,6 +39,8 @@ from ds_trainer.engines.base import Engine, EngineFacts, make_engine
 from ds_trainer.engines.dtypes import TORCH_DTYPES
 from ds_trainer.errors import ConfigError, ConfigErrors
 from ds_trainer.evaluation_samples import prompts_to_continue
+from ds_trainer.executors.accumulate import AccumulateExecutor
+from ds_trainer.executors.base import Executor
 from ds_trainer.ingredients import Ingredients
 from ds_trainer.log import get_logger, warn_once
 from ds_trainer.loss import LossFunction, make_loss
@@ -80,6 +82,7 @@ class Run:
     splits: Splits
     engine: Engine
     loss: LossFunction
+    executor: Executor
     train_loader: BatchLoader | None
     eval_loader: BatchLoader | None
     eval_prompts: list[Prompt]
@@ -118,7 +121,7 @@ def _grid(config: RunConfig, origins: dict[str, str]) -> Grid:
     grid = grid_from_environment()
     if misfits := list(check_tensor_ranks(config, Asked(config, origins), Machine(grid.world))):
         raise ConfigErrors(misfits)
-    return replace(grid, tp_size=config.parallel.tp)
+    return replace(grid, tp_size=config.parallel.tp, pp_size=config.parallel.pp)
 
 
 def _assemble_on(mesh: Mesh, machine: Machine, config: RunConfig, origins: dict[str, str], given: Ingredients) -> Run:
@@ -137,7 +140,7 @@ def _assemble_on(mesh: Mesh, machine: Machine, config: RunConfig, origins: dict[
             check_world(checkpoint, resolved, grid.world)
         _check_before_loading(resolved, sizes[0], grid)
     _stop_if_asked(mesh)
-    _seed(config.run.seed, grid.dp_rank)
+    _seed(config.run.seed, grid)
     with agreed(mesh, "the tokenizer"):
         tokenizer = given.processing_class or _tokenizer(config, spec, required=given.data_collator is None)
         if tokenizer is not None and config.data.chat_template is not None:
@@ -180,6 +183,7 @@ def _assemble_on(mesh: Mesh, machine: Machine, config: RunConfig, origins: dict[
         splits,
         engine,
         loss,
+        AccumulateExecutor(engine, loss, mesh),
         train_loader,
         eval_loader,
         eval_prompts,
@@ -272,8 +276,9 @@ def _check_before_loading(resolved: ResolvedConfig, num_parameters: int | None, 
         ensure_ops(required_ops(resolved))
 
 
-def _seed(seed: int, rank: int) -> None:
-    """Another stream per rank, so that dropout masks differ between samples on different ranks."""
+def _seed(seed: int, grid: Grid) -> None:
+    """Another stream per data rank and stage, so that dropout masks differ between samples and between layers."""
+    rank = grid.pp_rank * grid.dp_size + grid.dp_rank
     random.seed(seed + rank)
     np.random.seed((seed + rank) % 2**32)
     torch.manual_seed(seed + rank)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -14,8 +13,8 @@ import torch
 from ds_trainer.data import model_group
 from ds_trainer.data.loader import BatchLoader
 from ds_trainer.engines.base import Engine
-from ds_trainer.executors.accumulate import to_device
-from ds_trainer.loss import IGNORE_INDEX, LossFunction, with_logits
+from ds_trainer.executors.base import Evaluated, Executor
+from ds_trainer.loss import IGNORE_INDEX, Batch, LossFunction, with_logits
 from ds_trainer.mesh.agree import agreed
 from ds_trainer.mesh.mesh import Mesh
 from ds_trainer.mesh.signals import StopRequested
@@ -43,10 +42,11 @@ class EvaluationResult:
 def run_evaluation(
     loader: BatchLoader,
     engine: Engine,
+    executor: Executor,
     loss: LossFunction,
     mesh: Mesh,
     collect_predictions: bool = False,
-    after_forward: Callable[[], None] = lambda: None,
+    after_microbatch: Callable[[], None] = lambda: None,
 ) -> EvaluationResult:
     """Runs the whole data set once, in constant memory unless predictions are collected.
 
@@ -54,14 +54,16 @@ def run_evaluation(
 
     Args:
         loader: The data set.
-        engine: Runs the model.
+        engine: Holds the model.
+        executor: Runs it.
         loss: Sums the losses.
         mesh: Process groups.
         collect_predictions: Whether logits and labels are wanted.
-        after_forward: Called after every forward pass.
+        after_microbatch: Called for every micro-batch that has been evaluated.
 
-    Comm: over the data ranks, an agreement per global batch that all have their samples, and one all-reduce of two
-        numbers; with predictions, one gather of them at the end.
+    Comm: an agreement of all ranks per global batch, or of a pipeline per some of them, that all have their samples,
+        and one all-reduce of two numbers over the data ranks; with predictions, one gather of them at the end; of a
+        pipeline the same from its last stage to the others.
 
     Raises:
         UserError: A rank's samples are wrong; on every rank, in its words.
@@ -72,29 +74,30 @@ def run_evaluation(
         loss = with_logits(loss)
     local_sum, local_tokens = 0.0, 0
     rows: list[tuple[int, np.ndarray, np.ndarray]] = []
+    every = loader.sampler.steps_per_epoch
     with closing(loader), eval_mode(engine), torch.no_grad():
-        for step in range(loader.sampler.steps_per_epoch):
-            place = f"batch {step + 1} of the evaluation"
+        for first in range(0, every, executor.at_once):
+            steps = range(first, min(first + executor.at_once, every))
+            place = f"batch {first + 1} of the evaluation"
             mesh.monitor.at(place)
             with agreed(mesh, place) as agreement:
-                batches = list(loader.step(step))
+                batches = [batch for step in steps for batch in loader.step(step)]
                 own = model_group.digest(batches, mesh.grid)
                 agreement.values = (model_group.difference(own, mesh.grid),)
             if agreement.stop:
                 raise StopRequested
             model_group.require_same(agreement.sums[0], own, mesh, place)
-            for indices, batch in zip(loader.sampler.microbatches(step), batches, strict=True):
-                batch = to_device(batch, mesh.device)
-                outputs = engine.forward(**loss.inputs(batch))
-                after_forward()
-                count = loss.num_tokens(batch)
-                if count:
-                    local_sum += float(loss.loss_sum(outputs, batch, count))
-                    local_tokens += count
-                if collect_predictions:
-                    rows += _rows(indices, outputs, batch)
+            local_tokens += sum(loss.num_tokens(batch) for batch in batches)
+            found = executor.evaluate(batches, loss, collect_predictions)
+            for _ in batches:
+                after_microbatch()
+            local_sum += sum(one.loss_sum for one in found)
+            if collect_predictions and found:
+                indices = [samples for step in steps for samples in loader.sampler.microbatches(step)]
+                rows += _rows(indices, found, batches)
     loss_sum, num_tokens = mesh.sum(local_sum, local_tokens)
-    predictions, labels = _gathered(rows, mesh) if collect_predictions else (None, None)
+    loss_sum = mesh.from_last_stage(loss_sum)
+    predictions, labels = mesh.from_last_stage(_gathered(rows, mesh)) if collect_predictions else (None, None)
     mean = loss_sum / num_tokens if num_tokens else float("nan")
     return EvaluationResult(mean, int(num_tokens), time.monotonic() - began, predictions, labels)
 
@@ -109,13 +112,23 @@ def eval_mode(engine: Engine) -> Iterator[None]:
         engine.module.train()
 
 
-def _rows(indices: list[int], outputs: Any, batch: dict) -> list[tuple[int, np.ndarray, np.ndarray]]:
-    logits, labels = outputs["logits"].float().cpu().numpy(), batch["labels"].cpu().numpy()
-    return [(index, logits[i], labels[i]) for i, index in enumerate(indices)]
+def _rows(
+    indices: Sequence[Sequence[int]], found: Sequence[Evaluated], batches: Sequence[Batch]
+) -> list[tuple[int, np.ndarray, np.ndarray]]:
+    """Number of each sample, its logits and its labels."""
+    return [
+        (index, one.logits[i], batch["labels"][i].cpu().numpy())
+        for samples, one, batch in zip(indices, found, batches, strict=True)
+        if one.logits is not None
+        for i, index in enumerate(samples)
+    ]
 
 
-def _gathered(rows: list, mesh: Mesh) -> tuple[np.ndarray, np.ndarray]:
+def _gathered(rows: list, mesh: Mesh) -> tuple[np.ndarray, np.ndarray] | None:
+    """Logits and labels of every data rank; None on a stage that has none."""
     everyone = sorted((row for part in mesh.gather_from_data_ranks(rows) for row in part), key=lambda row: row[0])
+    if not everyone:
+        return None
     return _padded([row[1] for row in everyone]), _padded([row[2] for row in everyone])
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Concatenate, NoReturn, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
@@ -15,20 +14,14 @@ from torch import nn
 from ds_trainer.assembly import assemble
 from ds_trainer.callbacks.hf import adapted
 from ds_trainer.callbacks.make import built_in_callbacks
-from ds_trainer.checkpoint.export import export_model
 from ds_trainer.checkpoint.folder import remove_leftovers
 from ds_trainer.checkpoint.rng import set_rng_state
 from ds_trainer.checkpoint.room import require_room
-from ds_trainer.checkpoint.store import STATE, Checkpoint, RankState, open_checkpoint
+from ds_trainer.checkpoint.store import STATE, Checkpoint, RankState
 from ds_trainer.checkpoint.trial import trial_save
-from ds_trainer.data.loader import BatchLoader
-from ds_trainer.data.same import same_everywhere
 from ds_trainer.engines.replicas import check_replicas
 from ds_trainer.errors import ConfigError, DsTrainerError, UserError, tell
-from ds_trainer.evaluation import EvaluationResult, prediction_metrics, run_evaluation
-from ds_trainer.evaluation_samples import continued, keep, show
-from ds_trainer.executors.accumulate import StepLoss, run_accumulate
-from ds_trainer.generation import Decoding, Messages, generate_texts
+from ds_trainer.executors.step import StepLoss, run_step
 from ds_trainer.ingredients import ConfigSource, Ingredients, loaded_config
 from ds_trainer.log import get_logger, warn_once
 from ds_trainer.mesh import signals
@@ -37,38 +30,24 @@ from ds_trainer.mesh.arrival import part_together
 from ds_trainer.mesh.memory import peak_memory_bytes
 from ds_trainer.mesh.signals import StopRequested
 from ds_trainer.metrics import EvalMetrics, WindowMean
-from ds_trainer.models.buffers import persistent_buffers
+from ds_trainer.model_calls import ModelCalls, guarded
 from ds_trainer.non_finite import NonFinitePolicy
 from ds_trainer.optim import lr_factor
-from ds_trainer.output import GENERATIONS, MODEL, claimed, set_aside_earlier_run
+from ds_trainer.output import claimed, set_aside_earlier_run
 from ds_trainer.saving.keeper import CheckpointKeeper
 from ds_trainer.saving.resume import check_length
-from ds_trainer.saving.run_state import best_parameters, load_checkpoint, save_checkpoint
+from ds_trainer.saving.run_state import load_checkpoint, save_checkpoint
 from ds_trainer.saving.snapshot import put_back, take_snapshot
 from ds_trainer.state import TrainerControl, TrainerState
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
 
-P = ParamSpec("P")
-R = TypeVar("R")
-
 _CHECKED_STEPS = 3
 """After so many first steps of a process tensor ranks are held to equal copies of what each of them holds whole."""
 
 
-def _guarded(method: Callable[Concatenate[Trainer, P], R]) -> Callable[Concatenate[Trainer, P], R]:
-    """One of the trainer's calls that all ranks make: an exception that leaves it on one of them ends all."""
-
-    @wraps(method)
-    def call(self: Trainer, *args: P.args, **kwargs: P.kwargs) -> R:
-        with self.run.mesh.monitor.guard():
-            return method(self, *args, **kwargs)
-
-    return call
-
-
-class Trainer:
+class Trainer(ModelCalls):
     """Trains a Hugging Face model by one config. Arguments are named as those of transformers' `Trainer`.
 
     Args:
@@ -262,7 +241,7 @@ class Trainer:
             if count:
                 get_logger().warning("warning: %d of %d steps %s", count, self.state.global_step, what)
 
-    @_guarded
+    @guarded
     def train_step(self) -> TrainerControl:
         """One optimizer step: micro-batches, reduction, clipping, update, the next learning rate, logging.
 
@@ -279,7 +258,8 @@ class Trainer:
         place = f"step {state.global_step + 1}"
         mine = loader.sampler.microbatches(state.global_step)
         self.run.mesh.monitor.at(place, state.global_step + 1, [i for samples in mine for i in samples])
-        step_loss = run_accumulate(loader.step(state.global_step), self.engine, self.run.loss, self.run.mesh, place)
+        microbatches = loader.step(state.global_step)
+        step_loss = run_step(microbatches, self.run.executor, self.run.loss, self.run.mesh, place)
         lr = self.engine.param_groups()[0]["lr"]
         skipped = self._update(step_loss)
         state.global_step += 1
@@ -372,41 +352,13 @@ class Trainer:
         if due and not done and self.run.eval_loader is not None:
             self.evaluate()
 
-    @_guarded
-    def evaluate(self) -> dict[str, float]:
-        """Runs the evaluation data once, and continues the prompts of `evaluation.generate_samples`.
+    def _after_evaluation(self, metrics: EvalMetrics) -> None:
+        wishes = self._agree_on_wishes()
+        self._keeper.after_evaluation(metrics)  # After the callbacks: their states go into the checkpoint.
+        if wishes.should_save:
+            self._keeper.save_once()
 
-        What it finds is shown; inside `train()` it is written to the output folder too.
-
-        Returns:
-            `eval_loss`, the token mean over the data set whatever the number of ranks, and what `compute_metrics` gave.
-        """
-        if self.run.eval_loader is None:
-            raise ConfigError(
-                "there is no evaluation data",
-                "evaluation needs data.eval or Trainer(eval_dataset=...)",
-                "set data.eval to json, jsonl or parquet files",
-            )
-        agree(self.run.mesh, "evaluate()")
-        result = self._evaluate_on(self.run.eval_loader, collect=self._compute_metrics is not None)
-        # Before the evaluation counts as done: one that a stop cuts short is made anew when the run goes on.
-        generations = continued(self.run, self.state.global_step)
-        extra = {f"eval_{k}": float(v) for k, v in prediction_metrics(result, self._compute_metrics).items()}
-        metrics = EvalMetrics(self.state.global_step, result.loss, result.num_tokens, result.seconds, extra)
-        self.state.log_history.append(metrics)
-        self._call("on_evaluate", metrics)
-        if generations and self.is_world_process_zero:
-            show(generations)
-            if self._holds_folder:
-                keep(Path(self.config.run.output_dir) / GENERATIONS, generations)
-        if self.run.train_loader is not None:
-            wishes = self._agree_on_wishes()
-            self._keeper.after_evaluation(metrics)  # After the callbacks: their states go into the checkpoint.
-            if wishes.should_save:
-                self._keeper.save_once()
-        return {"eval_loss": result.loss, **extra}
-
-    @_guarded
+    @guarded
     def save_checkpoint(self) -> Path:
         """Saves everything that the next step depends on, as `<output_dir>/checkpoint-<step>`. Every rank must call it.
 
@@ -448,96 +400,6 @@ class Trainer:
             require_room(self.config, self.run.num_trained, self._keeper.saves_left())
             output_dir = Path(self.config.run.output_dir)
             trial_save(output_dir, self.run.model, self.run.tokenizer, self.run.export_dtype, take_snapshot(self))
-
-    @_guarded
-    def predict(self, test_dataset: Any) -> Any:
-        """Logits of a data set, in its order.
-
-        Args:
-            test_dataset: Data set of the same kind of records as the training data.
-
-        Returns:
-            transformers' `PredictionOutput`, the same on every rank: predictions and label ids padded with -100.
-        """
-        from transformers.trainer_utils import PredictionOutput
-
-        agree(self.run.mesh, "predict()")
-        loader = self.run.splits.test(test_dataset)
-        same_everywhere(loader, self.run.mesh, "test")
-        result = self._evaluate_on(loader, collect=True)
-        assert result.predictions is not None
-        metrics = {f"test_{k}": float(v) for k, v in prediction_metrics(result, self._compute_metrics).items()}
-        metrics = {"test_loss": result.loss, **metrics}
-        self._call("on_predict", metrics)
-        return PredictionOutput(result.predictions, result.label_ids, metrics)
-
-    @_guarded
-    def generate(
-        self,
-        prompts: Sequence[str | Messages],
-        *,
-        max_new_tokens: int = 64,
-        do_sample: bool = False,
-        temperature: float | None = None,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        seed: int = 0,
-    ) -> list[str]:
-        """Continues texts or conversations with the model as it is. Every rank must call it, with the same prompts.
-
-        The training is not changed by it, and the texts are the same for any number of ranks.
-
-        Args:
-            prompts: Texts, or lists of `{"role": ..., "content": ...}`, which the assistant goes on with.
-            max_new_tokens: Longest continuation.
-            do_sample: Draw each token; False: take the likeliest one.
-            temperature: Divides the logits that are drawn from; None, here and below: the checkpoint's own.
-            top_k: Draw from so many likeliest tokens.
-            top_p: Draw from the likeliest tokens that together have this probability.
-            seed: Of the draws, which take nothing from the training's random numbers.
-
-        Returns:
-            The continuations, without prompts and special tokens; the same on every rank.
-
-        Raises:
-            UserError: The model is no causal language model, there is no tokenizer, or a prompt is wrong or too long.
-        """
-        return generate_texts(self.run, prompts, Decoding(max_new_tokens, do_sample, temperature, top_k, top_p, seed))
-
-    def _evaluate_on(self, loader: BatchLoader, collect: bool) -> EvaluationResult:
-        run = self.run
-        # Running statistics are of each rank's own samples. The first rank's are evaluated, and are what is exported.
-        run.mesh.broadcast(buffer for _, buffer in persistent_buffers(run.model))
-        return run_evaluation(loader, run.engine, run.loss, run.mesh, collect, lambda: self._call("on_prediction_step"))
-
-    @_guarded
-    def save_model(self, output_dir: str | Path | None = None) -> Path:
-        """Writes the model as a Hugging Face folder that `from_pretrained` loads. Every rank must call it.
-
-        Args:
-            output_dir: Folder; None: `<run.output_dir>/model`.
-        """
-        folder = Path(output_dir or Path(self.config.run.output_dir) / MODEL)
-        agree(self.run.mesh, "save_model()")
-        with agreed(self.run.mesh, "the export"):
-            export_model(
-                self._parameters_to_export(),
-                self.run.model,
-                self.run.tokenizer,
-                str(folder),
-                dtype=self.run.export_dtype,
-                max_shard_size=self.config.checkpoint.max_shard_size,
-                is_writer=self.is_world_process_zero,
-            )
-        get_logger().info("model: %s", folder)
-        return folder
-
-    def _parameters_to_export(self) -> Iterator[tuple[str, torch.Tensor]]:
-        best = self.state.best_model_checkpoint
-        if best is None or not self.config.checkpoint.load_best_model_at_end:
-            return self.engine.full_parameters()
-        get_logger().info("the export is the best model, of step %d", self.state.best_global_step)
-        return best_parameters(self.engine, open_checkpoint(Path(best), self.run.mesh).stored())
 
     def close(self) -> None:
         """Releases the engine's files and hooks, and ends the data workers."""

@@ -2,94 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 
-from ds_trainer.data import model_group
 from ds_trainer.engines.base import Engine
+from ds_trainer.executors.base import Evaluated, evaluated, to_device, unless_not_finite
 from ds_trainer.loss import Batch, LossFunction
-from ds_trainer.mesh.agree import agreed
 from ds_trainer.mesh.mesh import Mesh
 
 
-@dataclass(frozen=True)
-class StepLoss:
-    """The loss of one step.
+class AccumulateExecutor:
+    """See `Executor`.
 
     Args:
-        loss_sum: Sum of the losses of all label tokens, over all ranks.
-        num_tokens: Label tokens of the step, over all ranks.
-        seen_tokens: Tokens of the step that are not padding, over all ranks.
-        bad_microbatches: This rank's micro-batches whose loss was not finite.
+        engine: Runs the model.
+        loss: Sums the losses of a micro-batch.
+        mesh: Device and process groups.
     """
 
-    loss_sum: float
-    num_tokens: int
-    seen_tokens: int
-    bad_microbatches: tuple[int, ...]
+    at_once = 1
 
-    @property
-    def mean(self) -> float:
-        """Loss per label token; nan where the step has none."""
-        return self.loss_sum / self.num_tokens if self.num_tokens else float("nan")
+    def __init__(self, engine: Engine, loss: LossFunction, mesh: Mesh) -> None:
+        self._engine, self._loss, self._device = engine, loss, mesh.device
 
+    def prepared(self, batches: Sequence[Batch]) -> list[Batch]:
+        """Any number of micro-batches will do."""
+        return list(batches)
 
-def run_accumulate(
-    microbatches: Iterable[Batch], engine: Engine, loss: LossFunction, mesh: Mesh, place: str
-) -> StepLoss:
-    """Runs forward and backward of every micro-batch of one step.
+    def train(self, batches: Sequence[Batch], step_tokens: int, weight: float) -> list[torch.Tensor]:
+        """As in `Executor`. Comm: that of the engine."""
+        sums = []
+        for index, batch in enumerate(batches):
+            batch = to_device(batch, self._device)
+            with self._engine.microbatch(is_last=index == len(batches) - 1):
+                outputs = self._engine.forward(**self._loss.inputs(batch))
+                loss_sum = self._loss.loss_sum(outputs, batch, step_tokens)
+                del outputs
+                self._engine.backward(unless_not_finite(loss_sum * weight))
+            sums.append(loss_sum.detach())
+        return sums
 
-    Every rank passes the same number of micro-batches. A step without any label token runs nothing.
-
-    Args:
-        microbatches: This rank's.
-        engine: Runs them.
-        loss: Sums their losses.
-        mesh: Process groups.
-        place: The step's name in an agreement, such as "step 4".
-
-    Comm: an agreement of all ranks that they have their batches, which sums the tokens too, before the first forward,
-        and one all-reduce of the loss over the data ranks after the last backward; and the gradients, as the engine
-        reduces them.
-
-    Raises:
-        UserError: A rank's samples are wrong; on every rank, in its words.
-    """
-    with agreed(mesh, place) as agreement:
-        batches = list(microbatches)
-        # Counted on the host: a GPU would have to be waited for.
-        counts = sum(loss.num_tokens(batch) for batch in batches), sum(map(seen_tokens, batches))
-        own = model_group.digest(batches, mesh.grid)
-        agreement.values = *counts, model_group.difference(own, mesh.grid)
-    total, seen = map(int, agreement.sums[:2])
-    model_group.require_same(agreement.sums[2], own, mesh, place)
-    if total == 0:
-        return StepLoss(0.0, 0, seen, ())
-    local_sum = torch.zeros((), dtype=torch.float64, device=mesh.device)
-    sums = []
-    for index, batch in enumerate(batches):
-        batch = to_device(batch, mesh.device)
-        with engine.microbatch(is_last=index == len(batches) - 1):
-            outputs = engine.forward(**loss.inputs(batch))
-            loss_sum = loss.loss_sum(outputs, batch, total)
-            del outputs
-            # A loss that is not finite makes every gradient NaN, whatever its graph: no engine then updates.
-            engine.backward(loss_sum / total * torch.where(loss_sum.detach().isfinite(), 1.0, torch.nan))
-        sums.append(loss_sum.detach())
-        local_sum += sums[-1].double()
-    bad = tuple(i for i, value in enumerate(sums) if not torch.isfinite(value))
-    return StepLoss(mesh.sum(local_sum.item())[0], total, seen, bad)
-
-
-def to_device(batch: Batch, device: torch.device) -> dict:
-    """The batch with its tensors on the device."""
-    return {k: v.to(device, non_blocking=True) if torch.is_tensor(v) else v for k, v in batch.items()}
-
-
-def seen_tokens(batch: Batch) -> int:
-    """Tokens of a batch that are not padding; its first tensor's elements where it has no attention mask."""
-    if "attention_mask" in batch:
-        return int(batch["attention_mask"].sum())
-    return next((value.numel() for value in batch.values() if torch.is_tensor(value)), 0)
+    def evaluate(self, batches: Sequence[Batch], loss: LossFunction, keep_logits: bool) -> list[Evaluated]:
+        """As in `Executor`. Comm: that of the engine."""
+        found = []
+        for batch in batches:
+            batch = to_device(batch, self._device)
+            found.append(evaluated(self._engine.forward(**loss.inputs(batch)), batch, loss, keep_logits))
+        return found

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal
+from typing import Literal, TypeVar
 from weakref import WeakKeyDictionary, WeakMethod
 
 import torch
@@ -20,6 +20,8 @@ from ds_trainer.mesh.grid import Grid
 from ds_trainer.mesh.join import join_store
 from ds_trainer.mesh.monitor import Monitor, start_monitor
 from ds_trainer.mesh.status import DEFAULTS, Timeouts
+
+T = TypeVar("T")
 
 _MARGIN_S = 60.0
 """The group's own timeout comes later than the monitor's, whose text names who did not come."""
@@ -94,6 +96,21 @@ class Mesh:
         """One picklable object from each tensor rank, in their order, on every rank."""
         return self._gather(value, self.tp_host_group)
 
+    def gather_from_stages(self, value: object) -> list:
+        """One picklable object from each rank of the pipeline, in its order, on every rank."""
+        return self._gather(value, self.pp_host_group)
+
+    def from_last_stage(self, value: T) -> T:
+        """The picklable object that the last rank of the pipeline has, on every rank of it.
+
+        Comm: one broadcast over `pp_host_group`; none without a pipeline.
+        """
+        if self.grid.pp_size == 1:
+            return value
+        held = [value]
+        dist.broadcast_object_list(held, group=self.pp_host_group, group_src=self.grid.pp_size - 1)
+        return held[0]
+
     def _gather(self, value: object, group: dist.ProcessGroup) -> list:
         out: list = [None] * group.size()
         dist.all_gather_object(out, value, group=group)
@@ -106,6 +123,14 @@ class Mesh:
         """
         for tensor in tensors:
             dist.broadcast(tensor, src=0)
+
+    def broadcast_over_data_ranks(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Overwrites tensors with those of the first data rank that holds the same part of the model.
+
+        Comm: one broadcast per tensor over `dp_group`, of its own bytes.
+        """
+        for tensor in tensors:
+            dist.broadcast(tensor, group=self.dp_group, group_src=0)
 
 
 def init_mesh(grid: Grid, device_kind: Literal["cpu", "cuda"], timeouts: Timeouts = DEFAULTS) -> Mesh:

@@ -19,7 +19,6 @@ from ds_trainer.checkpoint.stored import StoredState
 from ds_trainer.engines.base import Engine
 from ds_trainer.engines.state import MASTER
 from ds_trainer.errors import CheckpointError
-from ds_trainer.executors.accumulate import to_device
 from ds_trainer.log import rank
 from ds_trainer.mesh.agree import agreed
 from ds_trainer.models.buffers import persistent_buffers
@@ -100,10 +99,8 @@ def _rehearse(run: Run) -> None:
     for group in groups:
         group["lr"] = 0.0
     with agreed(run.mesh, "the rehearsal"):
-        batch = to_device(run.train_loader.alone(0), run.mesh.device)
-    with engine.microbatch(is_last=True):
-        loss = run.loss.loss_sum(engine.forward(**run.loss.inputs(batch)), batch, 1)
-        engine.backward(loss * 0.0)
+        batches = run.executor.prepared([run.train_loader.alone(0)])
+    run.executor.train(batches, step_tokens=1, weight=0.0)
     engine.finish()
     for group, rate in zip(groups, rates, strict=True):
         group["lr"] = rate

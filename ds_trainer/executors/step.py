@@ -1,0 +1,79 @@
+"""One step's passes: what ranks agree on before them, and the loss that comes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from ds_trainer.data import model_group
+from ds_trainer.executors.base import Executor
+from ds_trainer.loss import Batch, LossFunction
+from ds_trainer.mesh.agree import agreed
+from ds_trainer.mesh.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class StepLoss:
+    """The loss of one step.
+
+    Args:
+        loss_sum: Sum of the losses of all label tokens, over all ranks.
+        num_tokens: Label tokens of the step, over all ranks.
+        seen_tokens: Tokens of the step that are not padding, over all ranks.
+        bad_microbatches: This rank's micro-batches whose loss it found not finite.
+    """
+
+    loss_sum: float
+    num_tokens: int
+    seen_tokens: int
+    bad_microbatches: tuple[int, ...]
+
+    @property
+    def mean(self) -> float:
+        """Loss per label token; nan where the step has none."""
+        return self.loss_sum / self.num_tokens if self.num_tokens else float("nan")
+
+
+def run_step(microbatches: Iterable[Batch], executor: Executor, loss: LossFunction, mesh: Mesh, place: str) -> StepLoss:
+    """Runs forward and backward of every micro-batch of one step.
+
+    Every rank passes the same number of micro-batches. A step without any label token runs nothing.
+
+    Args:
+        microbatches: This rank's.
+        executor: Runs them.
+        loss: Counts their label tokens.
+        mesh: Process groups.
+        place: The step's name in an agreement, such as "step 4".
+
+    Comm: an agreement of all ranks that they have their batches, which sums the tokens too, before the first forward,
+        and one all-reduce of the loss over the data ranks after the last backward, from the last stage to the others;
+        and that of the executor.
+
+    Raises:
+        UserError: A rank's samples are wrong; on every rank, in its words.
+    """
+    with agreed(mesh, place) as agreement:
+        batches = list(microbatches)
+        # Counted on the host: a GPU would have to be waited for.
+        counts = sum(loss.num_tokens(batch) for batch in batches), sum(map(seen_tokens, batches))
+        own = model_group.digest(batches, mesh.grid)
+        agreement.values = *counts, model_group.difference(own, mesh.grid)
+        batches = executor.prepared(batches)
+    total, seen = map(int, agreement.sums[:2])
+    model_group.require_same(agreement.sums[2], own, mesh, place)
+    if total == 0:
+        return StepLoss(0.0, 0, seen, ())
+    sums = executor.train(batches, total, 1 / total)
+    local_sum = torch.stack(sums).sum(dtype=torch.float64).item() if sums else 0.0
+    bad = tuple(i for i, value in enumerate(sums) if not torch.isfinite(value))
+    return StepLoss(mesh.from_last_stage(mesh.sum(local_sum)[0]), total, seen, bad)
+
+
+def seen_tokens(batch: Batch) -> int:
+    """Tokens of a batch that are not padding; its first tensor's elements where it has no attention mask."""
+    if "attention_mask" in batch:
+        return int(batch["attention_mask"].sum())
+    return next((value.numel() for value in batch.values() if torch.is_tensor(value)), 0)
