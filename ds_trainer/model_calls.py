@@ -167,6 +167,7 @@ class ModelCalls:
                 dtype=self.run.export_dtype,
                 max_shard_size=self.config.checkpoint.max_shard_size,
                 is_writer=self.is_world_process_zero,
+                buffers=self._buffers_to_export(),
             )
         get_logger().info("model: %s", folder)
         return folder
@@ -185,3 +186,11 @@ class ModelCalls:
             return self.engine.full_parameters()
         get_logger().info("the export is the best model, of step %d", self.state.best_global_step)
         return best_parameters(self.engine, open_checkpoint(Path(best), self.run.mesh).stored())
+
+    def _buffers_to_export(self) -> dict[str, torch.Tensor]:
+        """Those of every stage of the pipeline. Comm: one gather of them over it; none without one."""
+        mine = dict(persistent_buffers(self.run.model))
+        if self.run.mesh.grid.pp_size == 1:
+            return mine
+        everyones = self.run.mesh.gather_from_stages({name: buffer.cpu() for name, buffer in mine.items()})
+        return {name: buffer for stage in everyones for name, buffer in stage.items()}

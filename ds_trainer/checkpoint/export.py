@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from copy import deepcopy
 from itertools import chain
 from pathlib import Path
@@ -36,6 +36,7 @@ def export_model(
     dtype: torch.dtype,
     max_shard_size: str,
     is_writer: bool,
+    buffers: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
     """Writes a folder that `from_pretrained` loads with no missing and no unexpected key.
 
@@ -45,12 +46,13 @@ def export_model(
     Args:
         parameters: Every parameter, whole, a tied one once; taking the next one is a collective, so every rank drains
             it, even the one that fails to write.
-        model: The model; its class, config, generation config and buffers are used, not its parameters.
+        model: The model; its class, config and generation config are used, not its parameters.
         tokenizer: Written beside the model, with its chat template.
         folder: Where to.
         dtype: Format of floating-point parameters.
         max_shard_size: Largest safetensors file, such as `5GB`.
         is_writer: Whether this rank writes.
+        buffers: Every persistent buffer; None: the model's own.
 
     Raises:
         MachineError: On the writer: the disk is full or the folder not writable.
@@ -58,14 +60,16 @@ def export_model(
     """
     try:
         if is_writer:
-            _write(parameters, model, tokenizer, Path(folder), dtype, convert_file_size_to_int(max_shard_size))
+            kept = dict(persistent_buffers(model)) if buffers is None else buffers
+            tensors = chain(parameters, ((name, buffer.cpu()) for name, buffer in kept.items()))
+            _write(tensors, model, tokenizer, Path(folder), dtype, convert_file_size_to_int(max_shard_size))
     finally:
         for _ in parameters:
             pass
 
 
 def _write(
-    parameters: Iterable[tuple[str, torch.Tensor]],
+    tensors: Iterable[tuple[str, torch.Tensor]],
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase | None,
     folder: Path,
@@ -79,7 +83,7 @@ def _write(
         twin = empty_twin(model, dtype)
         _require_space(aside, twin)
         writer = _ShardWriter(aside, shard_bytes)
-        for name, tensor in _to_checkpoint_form(parameters, model, twin):
+        for name, tensor in _to_checkpoint_form(tensors, model, twin):
             writer.add(name, tensor)
         writer.finish()
         write_model_files(model, tokenizer, aside, dtype)
@@ -97,7 +101,7 @@ def _write(
 
 
 def _to_checkpoint_form(
-    parameters: Iterable[tuple[str, torch.Tensor]], model: PreTrainedModel, twin: PreTrainedModel
+    tensors: Iterable[tuple[str, torch.Tensor]], model: PreTrainedModel, twin: PreTrainedModel
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Reverts what transformers did on load; holds only tensors whose partners are still to come."""
     kept = _kept_names(twin)
@@ -105,8 +109,7 @@ def _to_checkpoint_form(
     recipes = _recipes(model, twin)
     by_source = {name: recipe for recipe in recipes for _, name in recipe.sources}
     waiting: dict[str, torch.Tensor] = {}
-    buffers = ((name, buffer.cpu()) for name, buffer in persistent_buffers(model))
-    for given, tensor in chain(parameters, buffers):
+    for given, tensor in tensors:
         name = kept.get(given, given)
         if name not in by_source:  # The class says not to save it.
             continue

@@ -45,11 +45,12 @@ class Mesh:
         dp_group: Ranks that hold the same part of the model and see different samples.
         tp_group: Ranks that share this rank's layers, and see the same samples.
         pp_group: Ranks of this rank's pipeline, in its order; they see the same samples.
+        model_group: Ranks that hold one copy of the model together: tensor ranks of all stages.
         host_group: All ranks.
         dp_host_group: Those of `dp_group`.
         tp_host_group: Those of `tp_group`.
         pp_host_group: Those of `pp_group`.
-        model_host_group: Ranks that hold one copy of the model together: tensor ranks of all stages.
+        model_host_group: Those of `model_group`.
         monitor: Watches over this rank and tells it of the others' end.
     """
 
@@ -58,6 +59,7 @@ class Mesh:
     dp_group: dist.ProcessGroup
     tp_group: dist.ProcessGroup
     pp_group: dist.ProcessGroup
+    model_group: dist.ProcessGroup
     host_group: dist.ProcessGroup
     dp_host_group: dist.ProcessGroup
     tp_host_group: dist.ProcessGroup
@@ -160,10 +162,9 @@ def init_mesh(grid: Grid, device_kind: Literal["cpu", "cuda"], timeouts: Timeout
     group = dist.group.WORLD
     assert group is not None
     host_group, monitor = _host(group, timeouts)
-    axes = (grid.dp_ranks, grid.tp_ranks, grid.pp_ranks)
-    dp_group, tp_group, pp_group = _own(axes, group, timeouts)
-    hosts = _own((*axes, grid.model_ranks), host_group, timeouts, "gloo")
-    return Mesh(grid, device, dp_group, tp_group, pp_group, host_group, *hosts, monitor)
+    axes = (grid.dp_ranks, grid.tp_ranks, grid.pp_ranks, grid.model_ranks)
+    groups, hosts = _own(axes, group, timeouts), _own(axes, host_group, timeouts, "gloo")
+    return Mesh(grid, device, *groups, host_group, *hosts, monitor)
 
 
 def _own(

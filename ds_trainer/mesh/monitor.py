@@ -17,7 +17,7 @@ from ds_trainer.mesh.main_thread import MainThread
 from ds_trainer.mesh.peers import Introduction, Peers
 from ds_trainer.mesh.status import Timeouts
 from ds_trainer.mesh.watcher import Watcher
-from ds_trainer.mesh.whereabouts import sample_text
+from ds_trainer.mesh.whereabouts import sample_text, stage_text
 
 
 class Monitor:
@@ -46,6 +46,11 @@ class Monitor:
             here.step = step
         if samples is not None:
             here.samples = sample_text(samples)
+        self._main.record()
+
+    def runs_stages(self, stages: Sequence[int], of: int) -> None:
+        """Notes which stages of a pipeline of so many are this rank's, numbered from 0."""
+        self._main.whereabouts.stages = stage_text(stages, of) if of > 1 else ""
         self._main.record()
 
     def agreeing(self, place: str) -> AbstractContextManager[None]:

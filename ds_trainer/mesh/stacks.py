@@ -15,7 +15,9 @@ from types import FrameType
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 _LIBRARIES = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib"))
 # A thread that stands still in these waits for other ranks. Autograd: DDP's gradients are waited for inside backward.
-_WAITS = tuple(f"{os.sep}{name}{os.sep}" for name in ("torch/distributed", "torch/autograd", "deepspeed"))
+_WAITS = tuple(
+    f"{os.sep}{name}{os.sep}" for name in ("torch/distributed", "torch/autograd", "deepspeed", "ds_trainer/pipeline")
+)
 _DEBUGGERS = ("bdb.py", "pdb.py")
 _SHOWN = 8
 

@@ -19,6 +19,7 @@ class Whereabouts:
         samples: The samples it works on, as text.
         guarded: How many of the trainer's calls it is inside of; 0 in code of the user's between them.
         agreement: The agreement it waits in; "" outside.
+        stages: The stages that it has of a pipeline, as text; "" without one.
     """
 
     place: str = "set-up"
@@ -26,12 +27,14 @@ class Whereabouts:
     samples: str = ""
     guarded: int = 0
     agreement: str = ""
+    stages: str = ""
 
     def of(self, rank: int) -> str:
-        """The same in words: `rank 1, step 4, samples [3, 7]`."""
+        """The same in words: `rank 1 (stage 2 of 2), step 4, samples [3, 7]`."""
         step = "" if self.step is None else f"step {self.step}"
         place = "" if self.place == step else self.place
-        return ", ".join(part for part in (f"rank {rank}", place, step, self.samples) if part)
+        who = f"rank {rank} ({self.stages})" if self.stages else f"rank {rank}"
+        return ", ".join(part for part in (who, place, step, self.samples) if part)
 
     def to_json(self) -> str:
         """One line of JSON."""
@@ -41,6 +44,12 @@ class Whereabouts:
     def from_json(cls, text: str) -> Whereabouts:
         """What `to_json` wrote."""
         return cls(**json.loads(text))
+
+
+def stage_text(stages: Sequence[int], of: int) -> str:
+    """`stage 2 of 4`, `stages 1 and 3 of 4`: numbers from 0 as people count."""
+    numbers = " and ".join(str(stage + 1) for stage in stages)
+    return f"stage{'s' if len(stages) > 1 else ''} {numbers} of {of}"
 
 
 def sample_text(samples: Sequence[int]) -> str:

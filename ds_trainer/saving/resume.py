@@ -71,6 +71,7 @@ def describe_layout(resolved: ResolvedConfig, everyones: list[list[ParameterSlic
         "description": _in_words(resolved),
         "world": len(everyones),
         "tp": resolved.config.parallel.tp,
+        "pp": resolved.config.parallel.pp,
         "ranks": [[_slice_as_json(piece) for piece in of_rank] for of_rank in everyones],
     }
 
@@ -83,7 +84,8 @@ def _slice_as_json(piece: ParameterSlice) -> dict[str, Any]:
 
 def _in_words(resolved: ResolvedConfig) -> str:
     config = resolved.config
-    words = [*_tensor_words(config.parallel), f"{resolved.data_ranks} data ranks", config.parallel.engine]
+    axes = [*_pipeline_words(config.parallel), *_tensor_words(config.parallel)]
+    words = [*axes, f"{resolved.data_ranks} data ranks", config.parallel.engine]
     if backend(config) != config.parallel.engine:
         words.append(backend(config))
     if backend(config) == "deepspeed":
@@ -103,6 +105,13 @@ def _in_words(resolved: ResolvedConfig) -> str:
     return ", ".join([*words, str(config.precision.dtype)])
 
 
+def _pipeline_words(config: ParallelConfig) -> list[str]:
+    if config.pp == 1:
+        return []
+    chunks = config.virtual_stages or 1
+    return [f"pp {config.pp}" + (f" with {chunks} stages on each rank" if chunks > 1 else "")]
+
+
 def _tensor_words(config: ParallelConfig) -> list[str]:
     if config.tp == 1:
         return []
@@ -117,8 +126,8 @@ def check_world(checkpoint: Checkpoint, resolved: ResolvedConfig, world: int) ->
     Raises:
         CheckpointError: Other numbers of ranks saved it.
     """
-    saved = checkpoint.json(LAYOUT)
-    if (saved["world"], saved["tp"]) != (world, resolved.config.parallel.tp):
+    saved, parallel = checkpoint.json(LAYOUT), resolved.config.parallel
+    if (saved["world"], saved["tp"], saved.get("pp", 1)) != (world, parallel.tp, parallel.pp):
         raise _other_layout(checkpoint, saved["description"], _in_words(resolved))
 
 
