@@ -1,6 +1,7 @@
 # make train   fine-tunes a real checkpoint on this machine's GPUs, or on its CPU
 # make test    runs the tests; `make test-all` the slow ones, which start real launchers; `make kill-test` kills runs
 # make matrix-tp  splits every model type that has a plan for tensor parallelism, and writes docs/tp_matrix.md
+# make matrix-pp  cuts every model type into the stages of a pipeline, and writes docs/pp_matrix.md
 # Each sets up .venv first where it is missing.
 
 PYTHON ?= python3
@@ -20,7 +21,7 @@ THREADS = $$(python -c "import os; print(max(1, os.cpu_count() // 2))")
 CHECK_PYTHON := import sys; sys.exit(sys.version_info < (3, 11) and "needs Python 3.11+: make PYTHON=python3.11")
 PIP := python -m pip install --constraint constraints.txt
 
-.PHONY: train ops test test-all kill-test matrix-tp lint families clean
+.PHONY: train ops test test-all kill-test matrix-tp matrix-pp lint families clean
 
 train: $(INSTALLED) $(MODEL) $(DATA)
 	OMP_NUM_THREADS=$(THREADS) deepspeed --num_gpus $(RANKS) examples/train.py --config examples/demo/demo.json
@@ -43,6 +44,9 @@ kill-test: ops
 # Some types only, and no table: make matrix-tp TYPES="llama qwen3"
 matrix-tp: $(INSTALLED)
 	OMP_NUM_THREADS=1 python -m tests.matrix --types $(TYPES)
+
+matrix-pp: $(INSTALLED)
+	OMP_NUM_THREADS=1 python -m tests.matrix.pp --types $(TYPES)
 
 lint: $(INSTALLED)
 	ruff check .

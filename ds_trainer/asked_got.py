@@ -95,7 +95,7 @@ def _print(resolved: ResolvedConfig, ranks: list[EngineFacts], same_hash: str | 
         first.optimizer_device,
         f"; swap files: {_per_rank([f.nvme_bytes for f in ranks])}" if any(f.nvme_bytes for f in ranks) else "",
     )
-    several = max(first.settings.get(f"parallel.{axis}", 1) for axis in ("dp_replicate", "tp")) > 1
+    several = max(first.settings.get(f"parallel.{axis}", 1) for axis in ("dp_replicate", "tp", "pp")) > 1
     who = "all copies" if several else "all ranks"
     how = "each parameter exists once" if same_hash is None else f"{who} start from hash {same_hash}"
     log.info(
@@ -109,9 +109,10 @@ def _print(resolved: ResolvedConfig, ranks: list[EngineFacts], same_hash: str | 
 
 
 def _split(settings: Mapping[str, Any]) -> str:
-    """Over how many ranks tensor parallelism has split the model; nothing where it has not."""
-    ranks = settings.get("parallel.tp", 1)
-    return f" of {ranks} tensor ranks" if ranks > 1 else ""
+    """Over how many ranks a copy of the model is split along each axis; nothing where it is not."""
+    axes = {"tensor": settings.get("parallel.tp", 1), "pipeline": settings.get("parallel.pp", 1)}
+    words = " x ".join(f"{ranks} {axis} ranks" for axis, ranks in axes.items() if ranks > 1)
+    return f" of {words}" if words else ""
 
 
 def _cut(settings: Mapping[str, Any]) -> str:

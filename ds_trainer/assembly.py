@@ -1,7 +1,7 @@
 """Puts a run together. The order in which parts are made and applied is stated here and nowhere else.
 
 config -> grid -> mesh -> resolve -> checkpoint -> machine checks -> data -> skeleton -> tensor-parallel split
-       -> weights -> engine -> optimizer -> asked = got
+       -> pipeline cut -> weights -> engine -> optimizer -> executor -> asked = got
 
 The process group comes first, so that whatever a rank finds wrong after it is every rank's error.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import random
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -19,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from ds_trainer.asked_got import check_asked_is_got
 from ds_trainer.callbacks.trackers import check_trackers
@@ -26,10 +28,11 @@ from ds_trainer.checkpoint.store import STATE, Checkpoint
 from ds_trainer.checkpoint.stored import StoredWeights
 from ds_trainer.config.accelerate.launched import check_launched
 from ds_trainer.config.asked import Asked
+from ds_trainer.config.rank_rules import check_ranks
 from ds_trainer.config.resolve import resolve
 from ds_trainer.config.resolved import Machine, ResolvedConfig
-from ds_trainer.config.schema import LossConfig, RunConfig
-from ds_trainer.config.tensor_rules import check_tensor_ranks
+from ds_trainer.config.schema import RunConfig
+from ds_trainer.config.stages import check_stages, deal_out, num_stages, virtual_stages
 from ds_trainer.data.loader import BatchLoader
 from ds_trainer.data.prepare import read_chat_template
 from ds_trainer.data.prompts import Prompt
@@ -41,6 +44,7 @@ from ds_trainer.errors import ConfigError, ConfigErrors
 from ds_trainer.evaluation_samples import prompts_to_continue
 from ds_trainer.executors.accumulate import AccumulateExecutor
 from ds_trainer.executors.base import Executor
+from ds_trainer.executors.pipeline import PipelineExecutor
 from ds_trainer.ingredients import Ingredients
 from ds_trainer.log import get_logger, warn_once
 from ds_trainer.loss import LossFunction, make_loss
@@ -63,6 +67,12 @@ from ds_trainer.models.source import ModuleWeights, WeightSource
 from ds_trainer.models.spec import ModelSpec, read_spec
 from ds_trainer.optim import hand_over, make_optimizer
 from ds_trainer.output import claimed
+from ds_trainer.pipeline.costs import ModelParts, Ranges
+from ds_trainer.pipeline.cut import cut_model
+from ds_trainer.pipeline.parameters import StageParameters
+from ds_trainer.pipeline.schedules import splits_backward, stages_of
+from ds_trainer.pipeline.split_linear import put_off_weight_gradients
+from ds_trainer.pipeline.stages import StagedModel
 from ds_trainer.saving.best_metric import require_evaluations
 from ds_trainer.saving.resume import check_layout, check_model, check_run, check_world, find_checkpoint
 from ds_trainer.tensor_parallel.apply import split_model
@@ -119,7 +129,7 @@ def _grid(config: RunConfig, origins: dict[str, str]) -> Grid:
         ConfigErrors: The ranks cannot be laid out along them.
     """
     grid = grid_from_environment()
-    if misfits := list(check_tensor_ranks(config, Asked(config, origins), Machine(grid.world))):
+    if misfits := list(check_ranks(config, Asked(config, origins), Machine(grid.world))):
         raise ConfigErrors(misfits)
     return replace(grid, tp_size=config.parallel.tp, pp_size=config.parallel.pp)
 
@@ -149,19 +159,19 @@ def _assemble_on(mesh: Mesh, machine: Machine, config: RunConfig, origins: dict[
         splits = _splits(resolved, given, tokenizer, spec, grid)
         train_loader, eval_loader = splits.train(given.train_dataset), splits.eval(given.eval_dataset)
     _stop_if_asked(mesh)
-    probes = same_everywhere(train_loader, mesh, "train")
-    same_everywhere(eval_loader, mesh, "eval")
+    probes, _ = same_everywhere(train_loader, mesh, "train"), same_everywhere(eval_loader, mesh, "eval")
     with agreed(mesh, "the model"):
         if checkpoint is not None and whole and train_loader is not None:
             check_run(checkpoint, resolved, checkpoint.json(STATE), train_loader.sampler.num_samples, probes)
         model, weights = build_model(resolved.config, given.model, spec, tokenizer)
-        evaluation, positions = resolved.config.evaluation, splits.max_positions
+        positions = splits.max_positions
         if train_loader is not None:
             require_evaluations(resolved.config, eval_loader is not None)
-        eval_prompts = prompts_to_continue(evaluation, eval_loader, model, tokenizer, positions)
-        trained = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
-        split = split_model(model, resolved.config.parallel, mesh)
-        loss = _loss(model, split, resolved.config.loss, given, mesh)
+        eval_prompts = prompts_to_continue(resolved.config.evaluation, eval_loader, model, tokenizer, positions)
+        shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+        trained = {name: shapes[name] for name, p in model.named_parameters() if p.requires_grad}
+        staged, split = _cut_up(model, resolved, Asked(config, origins), shapes, positions, mesh)
+        loss = _loss(model, split, staged, resolved, given, mesh)
         if checkpoint is not None:
             check_model(checkpoint, trained)
     if isinstance(weights, ModuleWeights):
@@ -183,7 +193,7 @@ def _assemble_on(mesh: Mesh, machine: Machine, config: RunConfig, origins: dict[
         splits,
         engine,
         loss,
-        AccumulateExecutor(engine, loss, mesh),
+        _executor(engine, loss, mesh, staged, resolved),
         train_loader,
         eval_loader,
         eval_prompts,
@@ -193,6 +203,59 @@ def _assemble_on(mesh: Mesh, machine: Machine, config: RunConfig, origins: dict[
         sum(map(prod, trained.values())),
         checkpoint if whole else None,
     )
+
+
+def _cut_up(
+    model: Any,
+    resolved: ResolvedConfig,
+    asked: Asked,
+    shapes: Mapping[str, tuple[int, ...]],
+    positions: int | None,
+    mesh: Mesh,
+) -> tuple[StagedModel | None, ModelSplit]:
+    """Splits a model over the tensor ranks, and of that leaves this rank's stages; in place.
+
+    Args:
+        model: The model.
+        resolved: The run's config.
+        asked: What the user has set.
+        shapes: Full shape of every parameter.
+        positions: The most that the model takes.
+        mesh: Process groups.
+    """
+    parallel, grid = resolved.config.parallel, mesh.grid
+    split = split_model(model, parallel, mesh)
+    layout = (parallel.schedule, parallel.pp, virtual_stages(parallel))
+    own = stages_of(*layout, grid.pp_rank)
+    mesh.monitor.runs_stages(own, num_stages(parallel))
+    if parallel.pp == 1:
+        return None, split
+    ranges = resolved.stages or _deal_out_layers(model, resolved, asked, shapes, positions)
+    owners = {stage: rank for rank in range(parallel.pp) for stage in stages_of(*layout, rank)}
+    staged = cut_model(model, ranges, own, owners.__getitem__)
+    if splits_backward(parallel.schedule):
+        put_off_weight_gradients(model)
+    stages = StageParameters(shapes, staged.owners, staged.copies, grid.pp_rank, mesh.pp_group, mesh.pp_host_group)
+    return staged, replace(split, stages=stages)
+
+
+def _deal_out_layers(
+    model: Any, resolved: ResolvedConfig, asked: Asked, shapes: Mapping[str, tuple[int, ...]], positions: int | None
+) -> Ranges:
+    """The layers of every stage of a model whose checkpoint has not told them."""
+    facts = model.config.get_text_config(decoder=True).to_dict() if isinstance(model, PreTrainedModel) else {}
+    parts = ModelParts(shapes, facts)
+    if faults := list(check_stages(resolved.config, asked, parts.num_layers)):
+        raise ConfigErrors(faults)
+    return deal_out(resolved.config, parts, positions)
+
+
+def _executor(
+    engine: Engine, loss: LossFunction, mesh: Mesh, staged: StagedModel | None, resolved: ResolvedConfig
+) -> Executor:
+    if staged is None:
+        return AccumulateExecutor(engine, loss, mesh)
+    return PipelineExecutor(engine, loss, mesh, staged, resolved.config.parallel)
 
 
 def _engine(
@@ -215,11 +278,15 @@ def _engine(
     return engine
 
 
-def _loss(model: Any, split: ModelSplit, config: LossConfig, given: Ingredients, mesh: Mesh) -> LossFunction:
+def _loss(
+    model: Any, split: ModelSplit, staged: StagedModel | None, resolved: ResolvedConfig, given: Ingredients, mesh: Mesh
+) -> LossFunction:
     """The run's loss; one that is computed in chunks is part of the model's forward."""
+    config = resolved.config.loss
+    has_head = staged is None or num_stages(resolved.config.parallel) - 1 in staged.stages
     cross_entropy = make_cross_entropy(model, split, mesh, config.label_smoothing)
     loss = make_loss(type(model).__name__, is_causal_lm(model), config, given.compute_loss_func, cross_entropy)
-    if config.chunk_tokens is not None:
+    if config.chunk_tokens is not None and has_head:
         chunk_head(model, config.chunk_tokens, cross_entropy)
     return loss
 

@@ -96,8 +96,8 @@ def run_evaluation(
                 indices = [samples for step in steps for samples in loader.sampler.microbatches(step)]
                 rows += _rows(indices, found, batches)
     loss_sum, num_tokens = mesh.sum(local_sum, local_tokens)
-    loss_sum = mesh.from_last_stage(loss_sum)
-    predictions, labels = mesh.from_last_stage(_gathered(rows, mesh)) if collect_predictions else (None, None)
+    (loss_sum,) = mesh.sum_over_stages(loss_sum)
+    predictions, labels = mesh.from_one_stage(_gathered(rows, mesh)) if collect_predictions else (None, None)
     mean = loss_sum / num_tokens if num_tokens else float("nan")
     return EvaluationResult(mean, int(num_tokens), time.monotonic() - began, predictions, labels)
 

@@ -73,6 +73,15 @@ def require_generative(model: Any, tokenizer: Any, asked: str) -> None:
         )
 
 
+def _require_whole(mesh: Mesh) -> None:
+    if mesh.grid.pp_size > 1:
+        raise ConfigError(
+            f"Trainer.generate is called and parallel.pp is {mesh.grid.pp_size}",
+            "a text is continued token by token, and a pipeline's stages would take turns for each",
+            "write the model with save_model() and generate from that folder, or set parallel.pp to 1",
+        )
+
+
 def require_room(prompts: Sequence[list[int]], max_new_tokens: int, positions: int | None) -> None:
     """Refuses prompts whose continuations could outgrow the model.
 
@@ -102,6 +111,7 @@ def generate_texts(run: Run, prompts: Sequence[str | Messages], decoding: Decodi
     """
     mesh, tokenizer = run.mesh, run.tokenizer
     with agreed(mesh, "generate()"):
+        _require_whole(mesh)
         require_generative(run.model, tokenizer, "Trainer.generate is called")
         ids = [encode_prompt(prompt, tokenizer, f"prompt {i}") for i, prompt in enumerate(prompts)]
         require_room(ids, decoding.max_new_tokens, run.splits.max_positions)

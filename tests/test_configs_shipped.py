@@ -15,7 +15,8 @@ from tests.helpers.deepspeed_reads import accept
 
 FOLDER = Path(__file__).parents[1] / "ds_configs"
 SHIPPED = sorted(path.relative_to(FOLDER).as_posix() for path in FOLDER.glob("*/*.json"))
-WITHOUT_TP = [name for name in SHIPPED if load_config(FOLDER / name)[0].parallel.tp == 1]
+PARALLEL = {name: load_config(FOLDER / name)[0].parallel for name in SHIPPED}
+WHOLE_MODELS = [name for name, parallel in PARALLEL.items() if parallel.tp * parallel.pp == 1]
 """Those that other trainers have words for."""
 TABLE = [
     [cell.strip() for cell in line.strip("|").split("|")]

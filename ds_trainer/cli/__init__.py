@@ -38,6 +38,7 @@ def _parser() -> argparse.ArgumentParser:
     train.set_defaults(handler="ds_trainer.cli.train")
     _add_export(commands.add_parser("export", help="write a checkpoint's weights as a Hugging Face folder"))
     _add_config(commands.add_parser("config", help="show, check, translate and import a run's JSON"))
+    _add_plan(commands.add_parser("plan", help="say what a run will do, without starting anything"))
     _add_doctor(commands.add_parser("doctor", help="say what this machine can run", allow_abbrev=False))
     return parser
 
@@ -56,6 +57,25 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
 
 
+def _add_plan(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(handler="ds_trainer.cli.plan")
+    subjects = parser.add_subparsers(dest="subject", required=True)
+    schedule = subjects.add_parser("schedule", help="draw what a pipeline's ranks do when", allow_abbrev=False)
+    _add_run(schedule)
+    schedule.add_argument(
+        "--world", type=_number_of_ranks, metavar="N", help="number of ranks (default: those of one copy of the model)"
+    )
+    schedule.add_argument("--output", metavar="FILE", help="draw a picture too: a .png, .pdf or .svg")
+
+
+def _add_run(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", help="the run's JSON")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key")
+    parser.add_argument("--deepspeed_config", metavar="DS.JSON", help="DeepSpeed JSON (native.deepspeed)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="kind of device (default: this machine's)")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+
+
 def _add_config(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(handler="ds_trainer.cli.config")
     actions = parser.add_subparsers(dest="action", required=True)
@@ -65,14 +85,10 @@ def _add_config(parser: argparse.ArgumentParser) -> None:
         ("translate", "print the run in the words of an engine or another tool"),
     ):
         action = actions.add_parser(name, help=text, allow_abbrev=False)
-        action.add_argument("config", help="the run's JSON")
-        action.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key")
-        action.add_argument("--deepspeed_config", metavar="DS.JSON", help="DeepSpeed JSON (native.deepspeed)")
+        _add_run(action)
         action.add_argument(
             "--world", type=_number_of_ranks, default=1, metavar="N", help="number of ranks (default: 1)"
         )
-        action.add_argument("--device", choices=("cpu", "cuda"), help="kind of device (default: this machine's)")
-        action.add_argument("--debug", action="store_true", help="show the traceback of an error")
     actions.choices["show"].add_argument(
         "--backend",
         choices=("deepspeed", "fsdp2", "ddp", "accelerate", "all"),

@@ -23,10 +23,12 @@ from ds_trainer.config.machine import probe_machine_pure
 from ds_trainer.config.resolve import resolve
 from ds_trainer.config.resolved import ResolvedConfig
 from ds_trainer.config.schema import RunConfig
+from ds_trainer.config.stages import parts_of, positions
 from ds_trainer.config.tensor_rules import shares_of
 from ds_trainer.config.translate import OPTIONS, TARGETS, engine_overrides, translate
 from ds_trainer.errors import ConfigError, ConfigErrors, UserError
 from ds_trainer.models.spec import ModelSpec, quantized_error, read_spec
+from ds_trainer.pipeline.schedules import stages_of
 from ds_trainer.planner.needs import rows_by_stage
 
 if TYPE_CHECKING:
@@ -72,7 +74,8 @@ def json_schema() -> dict:
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **RunConfig.model_json_schema(by_alias=True)}
 
 
-def _resolved(args: argparse.Namespace, overrides: Sequence[str]) -> tuple[ResolvedConfig, ModelSpec | None]:
+def resolved_run(args: argparse.Namespace, overrides: Sequence[str]) -> tuple[ResolvedConfig, ModelSpec | None]:
+    """The run that the arguments name, and its checkpoint where that is a folder on this machine."""
     config, origins = load_config(args.config, overrides, args.deepspeed_config)
     machine = probe_machine_pure(args.world, args.device or config.run.device)
     spec = _local_spec(config)
@@ -100,7 +103,7 @@ def _translate(args: argparse.Namespace) -> int:
                 f"--{option} with --to {to}", f"it is for {' and '.join(targets)}", f"remove --{option}, or change --to"
             )
     overrides = {text.partition("=")[0]: text for text in [*args.set, *engine_overrides(config, origins, to)]}
-    resolved, _ = _resolved(args, list(overrides.values()))
+    resolved, _ = resolved_run(args, list(overrides.values()))
     translation = translate(resolved, to, python=args.python, standalone=args.standalone)
     print(translation.text)
     for note in translation.notes:
@@ -140,15 +143,17 @@ def _left_to_a_script(config: RunConfig) -> Iterator[str]:
 
 
 def _left_to_the_load(config: RunConfig, spec: ModelSpec | None) -> Iterator[str]:
-    if config.parallel.tp > 1 and spec is None:
-        yield f"whether parallel.tp {config.parallel.tp} fits the model is checked at load: it is no folder here"
+    for axis in ("pp", "tp"):
+        size = getattr(config.parallel, axis)
+        if size > 1 and spec is None:
+            yield f"whether parallel.{axis} {size} fits the model is checked at load: it is no folder here"
 
 
 def _show(args: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.table import Column, Table
 
-    resolved, spec = _resolved(args, args.set)
+    resolved, spec = resolved_run(args, args.set)
     # A pipe or a file has no width to fit: each key stays on one line, so that grep finds it.
     console = Console(width=None if sys.stdout.isatty() else 1000)
     if args.backend is not None:
@@ -162,13 +167,19 @@ def _show(args: argparse.Namespace) -> int:
     console.print(table)
     for text in resolved.warnings:
         console.print(f"warning: {text}")
-    tp = resolved.config.parallel.tp
-    if parts := share_rows(resolved.config, spec):
-        shares = Table(*SHARE_COLUMNS, title=f"the model on each of {tp} tensor ranks", padding=0)
-        for part in parts:
-            shares.add_row(*part)
-        console.print(shares)
-    of_what = "parameter" if tp == 1 else "parameter of its tensor rank's part"
+    parallel = resolved.config.parallel
+    whole = "model" if parallel.pp == 1 else "stages, all together,"
+    tables = (
+        (STAGE_COLUMNS, stage_rows(resolved, spec), f"the layers on each of {parallel.pp} pipeline ranks"),
+        (SHARE_COLUMNS, share_rows(resolved.config, spec), f"the {whole} on each of {parallel.tp} tensor ranks"),
+    )
+    for columns, parts, title in tables:
+        if parts:
+            table = Table(*columns, title=title, padding=0)
+            for part in parts:
+                table.add_row(*part)
+            console.print(table)
+    of_what = "parameter" if parallel.tp * parallel.pp == 1 else "parameter of its part of the model"
     title = f"bytes per {of_what} that each of {resolved.data_ranks} data ranks keeps, buffers and activations apart"
     # Numbers as narrow as they can be leave room for the reason on a terminal of 80 columns.
     *numbers, why = COST_COLUMNS
@@ -232,6 +243,39 @@ def _without_part(resolved: ResolvedConfig) -> set[str]:
     if backend(resolved.config) == "fsdp2":
         idle |= {key for key in resolved.reasons if key.startswith("zero.") and resolved.reasons[key] == "default"}
     return idle | {"$schema"}
+
+
+STAGE_COLUMNS = ("stage", "rank", "layers", "share of the time", "parameters")
+
+
+def stage_rows(resolved: ResolvedConfig, spec: ModelSpec | None) -> list[tuple[str, ...]]:
+    """The layers of every stage and what they cost, under `STAGE_COLUMNS`; none where they are not known.
+
+    Parameters are those of the stage before they are split or sharded; a tied one is counted where it is owned.
+    """
+    parts = None if spec is None else parts_of(spec)
+    if resolved.stages is None or spec is None or parts is None:
+        return []
+    parallel, ranges = resolved.config.parallel, resolved.stages
+    assert parallel.virtual_stages is not None
+    ranks = {
+        stage: rank
+        for rank in range(parallel.pp)
+        for stage in stages_of(parallel.schedule, parallel.pp, parallel.virtual_stages, rank)
+    }
+    flops = parts.flops(positions(resolved.config, spec.max_positions)).of_stages(ranges)
+    elements = parts.parameters().of_stages(ranges)
+    table: list[tuple[str, ...]] = []
+    for stage, (start, stop) in enumerate(ranges):
+        ends = [("embedding", stage == 0), (_layers(start, stop), True), ("head", stage == len(ranges) - 1)]
+        held = " + ".join(text for text, is_there in ends if is_there)
+        share = f"{flops[stage] / sum(flops):.1%}"
+        table.append((f"{stage}", f"{ranks[stage]}", held, share, f"{elements[stage]:,.0f}"))
+    return table
+
+
+def _layers(start: int, stop: int) -> str:
+    return f"layer {start}" if stop - start == 1 else f"layers {start} to {stop - 1}"
 
 
 SHARE_COLUMNS = ("what", "in all", "on a rank")

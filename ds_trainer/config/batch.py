@@ -1,4 +1,8 @@
-"""The batch equation: global_size = micro_size x accumulation x data ranks. Pure."""
+"""The batch equation: global_size = micro_size x accumulation x data ranks. Pure.
+
+Under a pipeline accumulation is the number of micro-batches that pass through it in a step, which its schedule must
+take.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +11,11 @@ from dataclasses import dataclass
 
 from ds_trainer.config.schema import BatchConfig
 from ds_trainer.errors import ConfigError
+from ds_trainer.pipeline.schedules import refusal
 
 _RULE = "batch.global_size = batch.micro_size x batch.accumulation x data ranks"
+_PER_PIPELINE_RANK = 4
+"""Micro-batches to a pipeline rank where nothing else determines them: filling and draining take (p-1)/(5p-1)."""
 
 
 @dataclass(frozen=True)
@@ -29,36 +36,84 @@ class Batch:
 
 
 @dataclass(frozen=True)
+class Pipeline:
+    """What decides how many micro-batches a step can have.
+
+    Args:
+        schedule: As in `parallel.schedule`.
+        ranks: `parallel.pp`.
+        virtual_stages: Stages on each rank, as many as the schedule allows.
+    """
+
+    schedule: str = "1f1b"
+    ranks: int = 1
+    virtual_stages: int = 1
+
+    def takes(self, accumulation: int) -> bool:
+        """Whether a step can have so many micro-batches."""
+        return self.ranks == 1 or refusal(self.schedule, self.ranks, self.virtual_stages, accumulation) is None
+
+    def nearest(self, accumulation: int) -> list[int]:
+        """The numbers that it takes next below and above one that it does not."""
+        below = next((number for number in range(accumulation - 1, 0, -1) if self.takes(number)), None)
+        above = accumulation + 1
+        while not self.takes(above):
+            above += 1
+        return [number for number in (below, above) if number is not None]
+
+
+@dataclass(frozen=True)
 class _DataRanks:
     """Ranks that see different samples, and the words for them."""
 
     number: int
     tp: int
+    pp: int
 
     def __str__(self) -> str:
-        every = f" ({self.number * self.tp} ranks / parallel.tp {self.tp})" if self.tp > 1 else ""
+        axes = [f"parallel.{axis} {size}" for axis, size in (("pp", self.pp), ("tp", self.tp)) if size > 1]
+        divisor = axes[0] if len(axes) == 1 else f"({' x '.join(axes)})"
+        every = f" ({self.number * self.tp * self.pp} ranks / {divisor})" if axes else ""
         return f"{self.number} data ranks{every}"
 
 
-def solve_batch(batch: BatchConfig, data_ranks: int, tp: int = 1) -> Batch:
-    """Fills in what the given numbers determine; what they leave open is 1.
+def solve_batch(batch: BatchConfig, data_ranks: int, tp: int = 1, pipeline: Pipeline | None = None) -> Batch:
+    """Fills in what the given numbers determine; what they leave open is 1, or under a pipeline what it takes.
 
     Args:
         batch: Section with any of the three numbers.
         data_ranks: Ranks that see different samples.
-        tp: Ranks that share a copy of the model, and so see the same samples.
+        tp: Ranks that share a stage of a copy of the model, and so see the same samples.
+        pipeline: The pipeline; None: there is none.
 
     Raises:
-        ConfigError: The numbers contradict one another; names all of them and the nearest that work.
+        ConfigError: The numbers contradict one another, or the pipeline does not take them; names all of them and the
+            nearest that work.
     """
     total, micro, accumulation = batch.global_size, batch.micro_size, batch.accumulation
-    ranks = _DataRanks(data_ranks, tp)
+    pipeline = pipeline or Pipeline()
+    ranks = _DataRanks(data_ranks, tp, pipeline.ranks)
     if total is None:
-        return _from_factors(micro, accumulation, ranks)
+        solved = _from_factors(micro, accumulation, ranks, pipeline)
+    else:
+        solved = _from_total(total, micro, accumulation, ranks, pipeline)
+    if not pipeline.takes(solved.accumulation):
+        raise _not_taken(batch, solved, ranks, pipeline)
+    return solved
+
+
+def _from_total(
+    total: int, micro: int | None, accumulation: int | None, ranks: _DataRanks, pipeline: Pipeline
+) -> Batch:
     reasons: dict[str, str] = {}
     if micro is None and accumulation is None:
-        micro, reasons["micro_size"] = 1, "1 needs the least memory; the rest is accumulated"
-    known = (micro or 1) * (accumulation or 1) * data_ranks
+        micro = _smallest_micro_size(total, ranks, pipeline)
+        reasons["micro_size"] = (
+            f"the smallest that leaves as many micro-batches as {pipeline.schedule} takes"
+            if micro > 1
+            else "1 needs the least memory; the rest is accumulated"
+        )
+    known = (micro or 1) * (accumulation or 1) * ranks.number
     if total % known or (micro and accumulation and total != known):
         raise _contradiction(total, micro, accumulation, ranks)
     derived = total // known
@@ -69,15 +124,57 @@ def solve_batch(batch: BatchConfig, data_ranks: int, tp: int = 1) -> Batch:
     return Batch(total, micro or derived, accumulation or derived, reasons)
 
 
-def _from_factors(micro: int | None, accumulation: int | None, ranks: _DataRanks) -> Batch:
+def _smallest_micro_size(total: int, ranks: _DataRanks, pipeline: Pipeline) -> int:
+    """1, or the next that divides a data rank's samples into a number of micro-batches that the pipeline takes."""
+    share = total // ranks.number
+    if total % ranks.number:
+        return 1  # No size divides it: the error names those that do.
+    return next((n for n in range(1, share + 1) if share % n == 0 and pipeline.takes(share // n)), 1)
+
+
+def _from_factors(micro: int | None, accumulation: int | None, ranks: _DataRanks, pipeline: Pipeline) -> Batch:
     reasons = {}
     if micro is None:
         reasons["micro_size"] = "1 where nothing else determines it"
-    if accumulation is None:
-        reasons["accumulation"] = "1 where nothing else determines it"
+    if accumulation is None and pipeline.ranks == 1:
+        accumulation, reasons["accumulation"] = 1, "1 where nothing else determines it"
+    elif accumulation is None:
+        accumulation = _PER_PIPELINE_RANK * pipeline.ranks
+        bubble = (pipeline.ranks - 1) / (accumulation + pipeline.ranks - 1)
+        reasons["accumulation"] = (
+            f"{_PER_PIPELINE_RANK} x parallel.pp {pipeline.ranks}: the pipeline fills and drains in {bubble:.0%} of a "
+            "step or less"
+        )
     micro, accumulation = micro or 1, accumulation or 1
     reasons["global_size"] = f"micro_size {micro} x accumulation {accumulation} x {ranks}"
     return Batch(micro * accumulation * ranks.number, micro, accumulation, reasons)
+
+
+def _not_taken(batch: BatchConfig, solved: Batch, ranks: _DataRanks, pipeline: Pipeline) -> ConfigError:
+    """The refusal of a number of micro-batches: what it comes from, and every single change that works."""
+    refused = refusal(pipeline.schedule, pipeline.ranks, pipeline.virtual_stages, solved.accumulation)
+    assert refused is not None
+    found, rule, change = refused
+    numbers = pipeline.nearest(solved.accumulation)
+    if batch.accumulation is None:
+        found += f" (global_size {solved.global_size} / (micro_size {solved.micro_size} x {ranks}))"
+    if batch.global_size is None:
+        return ConfigError(found, rule, change)
+    totals = [number * solved.micro_size * ranks.number for number in numbers]
+    with_it = "" if batch.accumulation is None else f" and batch.accumulation to {_either(numbers)}"
+    fixes = [f"batch.global_size to {_either(totals)}{with_it}"]
+    share = solved.global_size // ranks.number
+    taken = [n for n in range(1, share + 1) if share % n == 0 and pipeline.takes(n)]
+    if taken:
+        nearest = min(taken, key=lambda number: (abs(number - solved.accumulation), number))
+        changed = {"accumulation": nearest, "micro_size": share // nearest}
+        named = [name for name in changed if getattr(batch, name) is not None]
+        fixes.append(" and ".join(f"batch.{name} to {changed[name]}" for name in named))
+    return ConfigError(found, rule, f"set {', or '.join(filter(None, fixes))}")
+
+
+def _either(numbers: list[int]) -> str:
+    return " or ".join(map(str, numbers))
 
 
 def _contradiction(total: int, micro: int | None, accumulation: int | None, ranks: _DataRanks) -> ConfigError:

@@ -42,12 +42,14 @@ _GRAD_SCALER = {
     "precision.loss_scale.hysteresis": Coverage("no_effect", "torch.amp.GradScaler halves at each overflow"),
     "precision.loss_scale.min_loss_scale": Coverage("no_effect", "torch.amp.GradScaler has no lower end"),
 }
-_OWN_ENGINES = "the engines deepspeed, fsdp2 and ddp cut layers themselves; accelerate takes all ranks as data ranks"
-_NO_TENSOR_PARALLELISM = {
+_OWN_ENGINES = "the engines deepspeed, fsdp2 and ddp run parts of a model; accelerate takes all ranks as data ranks"
+_NO_MODEL_PARALLELISM = {
     "parallel.tp": Coverage("refused", _OWN_ENGINES, (1,)),
+    "parallel.pp": Coverage("refused", _OWN_ENGINES, (1,)),
+    "parallel.schedule": Coverage("refused", _OWN_ENGINES, ("1f1b",)),
     **{
         f"parallel.{name}": Coverage("refused", _OWN_ENGINES)
-        for name in ("tp_plan", "sequence_parallel", "keep_gathered_input")
+        for name in ("tp_plan", "sequence_parallel", "keep_gathered_input", "virtual_stages", "pp_split")
     },
 }
 _NO_DEEPSPEED = {"native.deepspeed": Coverage("refused", "DeepSpeed keys belong to the deepspeed engine")}
@@ -58,6 +60,7 @@ _TABLE: dict[str, dict[str, Coverage]] = {
     | _ONE_GROUP
     | {
         "parallel.tp": Coverage("mapped", "the mpu that names the data ranks, and the batch's factors"),
+        "parallel.pp": Coverage("mapped", "the mpu that names the data ranks, and the batch's factors"),
         "zero": Coverage("mapped", "zero_optimization and aio"),
         "precision.dtype": Coverage("mapped", "bf16, fp16; torch_autocast for bf16 at stage 0"),
         "precision.grad_dtype": Coverage("mapped", "data_types.grad_accum_dtype"),
@@ -76,6 +79,7 @@ _TABLE: dict[str, dict[str, Coverage]] = {
         "parallel.dp_replicate": Coverage("mapped", "mesh"),
         "parallel.dp_shard": Coverage("mapped", "mesh"),
         "parallel.tp": Coverage("mapped", "mesh, whose innermost axis it is"),
+        "parallel.pp": Coverage("mapped", "mesh, whose outermost axis it is"),
         "fsdp.reshard_after_forward": Coverage("mapped", "reshard_after_forward of fully_shard"),
         "fsdp.cpu_offload": Coverage("mapped", "CPUOffloadPolicy"),
         "fsdp.pin_memory": Coverage("mapped", "CPUOffloadPolicy.pin_memory"),
@@ -107,6 +111,7 @@ _TABLE: dict[str, dict[str, Coverage]] = {
     | _NO_DEEPSPEED
     | {
         "parallel.tp": Coverage("mapped", "process_group: the data ranks"),
+        "parallel.pp": Coverage("mapped", "process_group: the data ranks"),
         "ddp": Coverage("mapped", "arguments of DistributedDataParallel and its communication hooks"),
         "precision.dtype": Coverage("mapped", "torch.autocast over fp32 parameters"),
         "precision.grad_dtype": Coverage("refused", "DDP accumulates in the parameters' format", ("fp32",)),
@@ -116,7 +121,7 @@ _TABLE: dict[str, dict[str, Coverage]] = {
         "zero": Coverage("refused", "ZeRO belongs to the deepspeed engine"),
     },
 }
-_ACCELERATE = _NO_TENSOR_PARALLELISM | {"accelerate": Coverage("mapped", "which plugin is made")}
+_ACCELERATE = _NO_MODEL_PARALLELISM | {"accelerate": Coverage("mapped", "which plugin is made")}
 _TABLE |= {
     "accelerate+deepspeed": _TABLE["deepspeed"] | _ACCELERATE,
     "accelerate+fsdp2": _TABLE["fsdp2"]

@@ -9,16 +9,18 @@ from typing import Any, Literal
 
 from ds_trainer.config.asked import Asked
 from ds_trainer.config.backend import backend
-from ds_trainer.config.batch import solve_batch
+from ds_trainer.config.batch import Pipeline, solve_batch
 from ds_trainer.config.deepspeed.to_deepspeed import to_deepspeed
 from ds_trainer.config.deepspeed.zero_resolve import check_parameter_buffer, derive_zero
 from ds_trainer.config.deepspeed.zero_rules import no_effect_of_zero
 from ds_trainer.config.keys import leaf_values, value
 from ds_trainer.config.model_rules import check_class, class_warnings
+from ds_trainer.config.pipeline_rules import check_pipeline_model, pipeline_warnings
 from ds_trainer.config.resolved import Machine, ModelSize, ResolvedConfig
 from ds_trainer.config.rules import check_machine, has_fused_kernel, no_effect_warnings
 from ds_trainer.config.schema import RunConfig
-from ds_trainer.config.tensor_rules import check_tensor_model, shares_of, tensor_warnings
+from ds_trainer.config.stages import derive_stages, rank_elements, refused_stages, virtual_stages
+from ds_trainer.config.tensor_rules import check_tensor_model, tensor_warnings
 from ds_trainer.config.torch.fsdp_rules import derive_fsdp
 from ds_trainer.errors import ConfigError, ConfigErrors
 from ds_trainer.models.spec import ModelSpec
@@ -46,20 +48,21 @@ def resolve(
 
     Raises:
         ConfigErrors: The batch numbers contradict, the machine lacks something, samples would be longer than the
-            model's positions, its layers do not divide by the tensor ranks, a buffer is smaller than its largest
-            parameter, or `native.deepspeed` contradicts.
+            model's positions, its layers do not divide by the tensor ranks or are fewer than the stages of a pipeline,
+            a buffer is smaller than its largest parameter, or `native.deepspeed` contradicts.
     """
-    errors = [*check_machine(config, origins, machine), *_beyond_positions(config, origins, spec)]
-    if spec is not None:
-        errors += check_class(config, spec)
-        errors += check_tensor_model(config, Asked(config, origins), spec)
-    if machine.world % config.parallel.tp:
+    errors = [*check_machine(config, origins, machine), *_check_model(config, Asked(config, origins), spec)]
+    model_ranks = config.parallel.tp * config.parallel.pp
+    if machine.world % model_ranks:
         raise ConfigErrors(errors)  # What follows depends on the number of data ranks.
-    of_data = machine.of_data_ranks(config.parallel.tp)
-    size = _size(config, spec, num_parameters, largest_parameter)
+    of_data = machine.of_data_ranks(model_ranks)
     derived = _precision(config, machine) | _run_values(config, machine)
+    if not errors:
+        derived |= derive_stages(config, spec)
+    split = derived.get("parallel.pp_split", (config.parallel.pp_split,))[0]
+    size = _size(config, spec, num_parameters, largest_parameter, split)
     try:
-        batch = solve_batch(config.batch, of_data.world, config.parallel.tp)
+        batch = solve_batch(config.batch, of_data.world, config.parallel.tp, _pipeline(config))
     except ConfigError as error:
         errors.append(error)
     else:
@@ -86,7 +89,7 @@ def resolve(
         raise ConfigErrors(errors)
     complete = _with_values(config, {key: item for key, (item, _) in derived.items()})
     reasons = {key: origins.get(key, "default") for key in leaf_values(config)}
-    reasons |= {key: reason for key, (_, reason) in derived.items()} | _open_reasons(config)
+    reasons |= _open_reasons(config) | {key: reason for key, (_, reason) in derived.items()}
     resolved = ResolvedConfig(
         config=complete,
         machine=machine,
@@ -98,6 +101,7 @@ def resolve(
             *_warnings(complete, origins, machine),
             *(class_warnings(complete, spec) if spec else ()),
             *tensor_warnings(complete, machine, spec),
+            *pipeline_warnings(complete, Asked(config, origins), spec),
         ),
     )
     if config.native.deepspeed:
@@ -132,23 +136,47 @@ def total_steps(num_samples: int | None, global_size: int, epochs: int | None, m
     return min(bounds)
 
 
-def _size(config: RunConfig, spec: ModelSpec | None, num_parameters: int | None, largest: int | None) -> ModelSize:
+def _pipeline(config: RunConfig) -> Pipeline | None:
+    """What the pipeline asks of the batch; nothing where it is refused anyway."""
+    parallel = config.parallel
+    if parallel.pp == 1 or refused_stages(parallel):
+        return None
+    return Pipeline(parallel.schedule, parallel.pp, virtual_stages(parallel))
+
+
+def _size(
+    config: RunConfig,
+    spec: ModelSpec | None,
+    num_parameters: int | None,
+    largest: int | None,
+    pp_split: tuple[int, ...] | None,
+) -> ModelSize:
     """What one rank's part of the model counts; of an instance, whose layers have no headers, at the least."""
-    tp = config.parallel.tp
-    shares = None if spec is None else shares_of(config, spec)
-    if tp > 1 and shares is not None and not shares.spec.pickled:
-        num_parameters, largest = shares.elements(tp)
+    model_ranks = config.parallel.tp * config.parallel.pp
+    found = rank_elements(config, spec, pp_split) if spec is not None and model_ranks > 1 else None
+    if found is not None:
+        num_parameters, largest = found
     else:
         num_parameters = num_parameters or (spec.num_parameters if spec else 0)
-        num_parameters, largest = -(-num_parameters // tp), largest or (spec.largest_parameter if spec else 0)
+        num_parameters, largest = -(-num_parameters // model_ranks), largest or (spec.largest_parameter if spec else 0)
     return ModelSize(num_parameters or None, largest or None, spec.hidden_size if spec else None)
 
 
-def _beyond_positions(config: RunConfig, origins: Mapping[str, str], spec: ModelSpec | None) -> Iterator[ConfigError]:
-    positions = spec.max_positions if spec else None
+def _check_model(config: RunConfig, asked: Asked, spec: ModelSpec | None) -> Iterator[ConfigError]:
+    """Every fault that a checkpoint's headers and config.json show."""
+    if spec is None:
+        return
+    yield from _beyond_positions(config, asked, spec)
+    yield from check_class(config, spec)
+    yield from check_tensor_model(config, asked, spec)
+    yield from check_pipeline_model(config, asked, spec)
+
+
+def _beyond_positions(config: RunConfig, asked: Asked, spec: ModelSpec) -> Iterator[ConfigError]:
+    positions = spec.max_positions
     if positions and (config.data.max_length or 0) > positions:
         yield ConfigError(
-            f"{Asked(config, origins).says('data.max_length')}, the model has {positions} positions",
+            f"{asked.says('data.max_length')}, the model has {positions} positions",
             "a sample may not be longer than the model's positions",
             f"set data.max_length to at most {positions}",
         )
@@ -203,6 +231,11 @@ def _open_reasons(config: RunConfig) -> dict[str, str]:
         "model.tokenizer": (config.model.tokenizer, "the checkpoint's own"),
         "model.attn_implementation": (config.model.attn_implementation, "transformers chooses"),
         "data.max_length": (config.data.max_length, "the model's positions and the tokenizer's limit, at load"),
+        "parallel.virtual_stages": (config.parallel.virtual_stages, "there is no pipeline"),
+        "parallel.pp_split": (
+            config.parallel.pp_split,
+            "there is no pipeline" if config.parallel.pp == 1 else "so that the slowest stage is fastest, at load",
+        ),
         "fsdp.auto_wrap_policy": (config.fsdp.auto_wrap_policy, "blocks where the model has them, at load"),
         "fsdp.transformer_layer_cls_to_wrap": (
             config.fsdp.transformer_layer_cls_to_wrap,

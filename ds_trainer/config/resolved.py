@@ -6,6 +6,8 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from ds_trainer.config.schema import RunConfig
+from ds_trainer.pipeline.costs import Ranges
+from ds_trainer.pipeline.partition import split_of
 
 
 @dataclass(frozen=True)
@@ -26,9 +28,9 @@ class Machine:
     reason: str = ""
     node_ranks: int | None = None
 
-    def of_data_ranks(self, tp: int) -> Machine:
-        """The machine as an engine sees it: of every `tp` ranks, which share a copy of the model, one."""
-        return replace(self, world=self.world // tp)
+    def of_data_ranks(self, model_ranks: int) -> Machine:
+        """The machine as an engine sees it: of every `model_ranks` ranks, which share a copy of the model, one."""
+        return replace(self, world=self.world // model_ranks)
 
 
 @dataclass(frozen=True)
@@ -36,8 +38,9 @@ class ModelSize:
     """What memory and buffers depend on; each None where it is not known.
 
     Args:
-        num_parameters: Elements of a tensor rank's part of the model, without tensor parallelism of the whole.
-        largest_parameter: Elements of the largest parameter in it.
+        num_parameters: Elements of a rank's part of the model before an engine shards it; of the largest part, where
+            pipeline stages differ.
+        largest_parameter: Elements of the largest parameter on a rank.
         hidden_size: Width of the residual stream.
     """
 
@@ -67,3 +70,9 @@ class ResolvedConfig:
     size: ModelSize = ModelSize()
     reasons: dict[str, str] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
+
+    @property
+    def stages(self) -> Ranges | None:
+        """The layers of every stage of the pipeline, in order; None: there is none, or the model is not known yet."""
+        split = self.config.parallel.pp_split
+        return None if split is None else split_of(split)

@@ -15,9 +15,11 @@ from ds_trainer.config.coverage import coverage, covered_engines
 from ds_trainer.config.deepspeed.native_keys import check_native
 from ds_trainer.config.deepspeed.zero_rules import check_zero, check_zero_machine
 from ds_trainer.config.keys import leaf_fields, value
+from ds_trainer.config.pipeline_rules import check_pipeline
+from ds_trainer.config.rank_rules import check_ranks
 from ds_trainer.config.resolved import Machine
 from ds_trainer.config.schema import RunConfig
-from ds_trainer.config.tensor_rules import check_tensor, check_tensor_ranks
+from ds_trainer.config.tensor_rules import check_tensor
 from ds_trainer.config.torch.fsdp_rules import check_fsdp, check_fsdp_machine
 from ds_trainer.errors import ConfigError
 
@@ -41,8 +43,9 @@ def check_machine(config: RunConfig, origins: Mapping[str, str], machine: Machin
     """Every fault that shows once the kind of device and the number of ranks are known."""
     asked = Asked(config, origins)
     found = [error for rule in _MACHINE_RULES for error in rule(config, asked, machine)]
-    if machine.world % config.parallel.tp == 0:  # Else it is not known over how many ranks an engine cuts.
-        of_data = machine.of_data_ranks(config.parallel.tp)
+    model_ranks = config.parallel.tp * config.parallel.pp
+    if machine.world % model_ranks == 0:  # Else it is not known over how many ranks an engine cuts.
+        of_data = machine.of_data_ranks(model_ranks)
         found += [error for rule in _DATA_RANK_RULES for error in rule(config, asked, of_data)]
     return found
 
@@ -314,6 +317,7 @@ _RULES: tuple[Callable[[RunConfig, Asked], Iterator[ConfigError]], ...] = (
     _zero,
     check_fsdp,
     check_tensor,
+    check_pipeline,
     _precision,
     _optimizer,
     _schedule,
@@ -326,7 +330,7 @@ _RULES: tuple[Callable[[RunConfig, Asked], Iterator[ConfigError]], ...] = (
     _native,
 )
 _MACHINE_RULES: tuple[Callable[[RunConfig, Asked, Machine], Iterator[ConfigError]], ...] = (
-    check_tensor_ranks,
+    check_ranks,
     _fp16_device,
     _bf16_hook_device,
 )

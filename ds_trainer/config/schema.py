@@ -115,7 +115,7 @@ class ParallelConfig(Section):
     """With pp: the order of forward and backward passes, named as in torch.distributed.pipelining."""
     virtual_stages: Annotated[int, Field(gt=0, le=128)] | None = None
     """With pp: stages on each rank; None: 1 with gpipe and 1f1b, else 2."""
-    pp_split: list[PositiveInt] | None = None
+    pp_split: Annotated[tuple[PositiveInt, ...], Field(min_length=1)] | None = None
     """With pp: layers of each of the pp x virtual_stages stages, in order; None: so that the slowest is fastest."""
 
 

@@ -10,7 +10,7 @@ from ds_trainer.config.keys import default
 from ds_trainer.config.plan_rules import check_plan, plan_warnings, suggested
 from ds_trainer.config.resolved import Machine
 from ds_trainer.config.schema import RunConfig
-from ds_trainer.errors import ConfigError, one_of
+from ds_trainer.errors import ConfigError
 from ds_trainer.models.spec import ModelSpec
 from ds_trainer.tensor_parallel.plan import STYLE_NAMES, plan_for
 from ds_trainer.tensor_parallel.shares import Shares
@@ -83,17 +83,6 @@ def _without_tp(asked: Asked) -> Iterator[ConfigError]:
                 "it is about layers that are cut over several ranks",
                 f"set parallel.tp or remove parallel.{name}",
             )
-
-
-def check_tensor_ranks(config: RunConfig, asked: Asked, machine: Machine) -> Iterator[ConfigError]:
-    """Ranks that cannot be laid out in whole copies of the model."""
-    if machine.world % config.parallel.tp:
-        sizes = [size for size in range(1, machine.world + 1) if machine.world % size == 0]
-        yield ConfigError(
-            f"{asked.says('parallel.tp')} on {machine.world} {'ranks' if machine.world > 1 else 'rank'}",
-            "ranks = tensor ranks x data ranks",
-            f"set parallel.tp to {one_of(sizes)}, or start a multiple of {config.parallel.tp} ranks",
-        )
 
 
 def check_tensor_model(config: RunConfig, asked: Asked, spec: ModelSpec) -> Iterator[ConfigError]:

@@ -50,12 +50,12 @@ def engine_overrides(config: RunConfig, origins: Mapping[str, str], to: str) -> 
         ConfigError: accelerate cannot say what the run does.
     """
     now = backend(config)
-    if to == "accelerate" and config.parallel.tp > 1:
-        raise ConfigError(
-            f"parallel.tp is {config.parallel.tp}, for accelerate",
-            coverage("parallel.tp", "accelerate+ddp").note,
-            "set parallel.tp to 1",
-        )
+    for axis in ("tp", "pp"):
+        key, size = f"parallel.{axis}", getattr(config.parallel, axis)
+        if to == "accelerate" and size > 1:
+            raise ConfigError(
+                f"{key} is {size}, for accelerate", coverage(key, "accelerate+ddp").note, f"set {key} to 1"
+            )
     if to == "accelerate" and config.parallel.engine != "accelerate":
         return ["parallel.engine=accelerate", f"accelerate.backend={now}"]
     if to in ("accelerate", "hf") or config.parallel.engine == to:

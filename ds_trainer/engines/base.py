@@ -119,8 +119,9 @@ class Engine(Protocol):
         """Context around all passes of one step that a pipeline runs, several of them in flight at a time.
 
         Inside, `forward` is called for each stage and micro-batch, and the pipeline runs the backward passes itself,
-        from the `scaled` loss on: they accumulate gradients of this rank's samples. At its end these are summed over
-        the stages that share a tied parameter, and reduced over the data ranks where `finish` does not do that.
+        from the `scaled` loss on: they accumulate gradients of this rank's samples, in the run's format for that. At
+        its end these are reduced over the data ranks once, and summed over the stages that share a tied parameter.
+        `finish` then updates what this rank owns, and gives copies of tied parameters their owners' new values.
         """
 
     def finish(self) -> StepOutcome:
@@ -158,6 +159,9 @@ class Engine(Protocol):
 
     def parameter_hash(self) -> str | None:
         """Hash of the parameters this rank starts with; None where each parameter exists once, cut over the ranks."""
+
+    def shared_parameters(self) -> dict[str, torch.Tensor]:
+        """This rank's part of each parameter that other pipeline stages have too, as its forward pass uses it."""
 
     def facts(self) -> EngineFacts:
         """Measures what exists."""

@@ -1,4 +1,8 @@
-"""PyTorch DistributedDataParallel: fp32 masters on every rank, gradients averaged by all-reduce in buckets."""
+"""PyTorch DistributedDataParallel: fp32 masters on every rank, gradients averaged by all-reduce in buckets.
+
+Under a pipeline the model stays as it is: DDP reduces in a backward pass, of which there are many in a step there, and
+would hold buckets as large as the gradients for nothing. They are reduced in buckets after all passes instead.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,6 @@ from math import ceil
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -22,10 +25,12 @@ from ds_trainer.engines.measure import (
     content_hash,
     devices,
     grouped_parameters,
+    pipeline_ranks,
     state_tensors,
     storage_bytes,
     tensor_ranks,
 )
+from ds_trainer.engines.reduce import average_over_ranks, fill_where_others_have
 from ds_trainer.engines.state import MASTER, State, entry, live
 from ds_trainer.engines.step import clipped_step
 from ds_trainer.errors import EngineError, ModelError
@@ -83,6 +88,9 @@ class DDPEngine:
         release_at_exit(self.close)
 
     def _wrap_model(self) -> None:
+        if self._split.stages is not None:
+            self.module = self._model
+            return
         sync_buffers: dict[str, Any] = {_SYNC_BUFFERS: False}  # They are the same everywhere, and nothing updates them.
         self.module = DistributedDataParallel(
             self._model,
@@ -158,27 +166,58 @@ class DDPEngine:
         lower = self._compute_dtype != torch.float32
         return torch.autocast(self.mesh.device.type, self._compute_dtype, enabled=lower)
 
-    def backward(self, loss: torch.Tensor) -> None:
+    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
         """DDP averages over the data ranks, so this rank's share is multiplied by their number."""
-        self._scaler.scale(loss * self.mesh.grid.dp_size).backward()
+        return self._scaler.scale(loss * self.mesh.grid.dp_size)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Accumulates in fp32; DDP's hooks reduce."""
+        self.scaled(loss).backward()
+
+    @contextmanager
+    def pipeline(self) -> Iterator[None]:
+        """Reduces gradients at its end, in buckets of `ddp.bucket_cap_mb`.
+
+        Comm: copies of tied parameters send theirs to their owners, then one all-reduce per bucket over the data ranks.
+        """
+        yield
+        self._split.sum_tied({name: p.grad for name, p in self._model.named_parameters()})
+        for name, parameter in self._model.named_parameters():
+            if not self._split.owns(name):
+                parameter.grad = None
+        trained = [parameter for _, parameter in self._trained()]
+        if self._may_be_unused:
+            fill_where_others_have(trained, self.mesh.dp_host_group)
+        else:
+            self._require_all_used()
+        sent_as = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.config.ddp.comm_hook or "")
+        gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
+        average_over_ranks(gradients, self.mesh.dp_group, self.config.ddp.bucket_cap_mb * 2**20, sent_as)
+
+    @property
+    def _may_be_unused(self) -> bool:
+        """Whether a step's loss need not depend on every parameter."""
+        return self.config.ddp.find_unused_parameters or self.config.ddp.static_graph
 
     def finish(self) -> StepOutcome:
         """Clips by the global norm and updates; a gradient that is not finite is dropped."""
-        if not (self.config.ddp.find_unused_parameters or self.config.ddp.static_graph):
+        if not self._may_be_unused:
             self._require_all_used()
         gradients = {name: p.grad for name, p in self._trained() if p.grad is not None}
         counted = [part for name, grad in gradients.items() for part in self._split.counted(name, grad)]
-        return clipped_step(
+        outcome = clipped_step(
             self._optimizer,
             self._scaler,
             list(gradients.values()),
             counted,
             self.config.optimizer,
-            self._over_tensor_ranks,
+            self._over_model_ranks,
         )
+        self._split.refresh_tied(dict(self._model.named_parameters()))
+        return outcome
 
-    def _over_tensor_ranks(self, norm: torch.Tensor) -> torch.Tensor:
-        return norm_over_group(norm, self.config.optimizer.norm_type, self.mesh.tp_host_group)
+    def _over_model_ranks(self, norm: torch.Tensor) -> torch.Tensor:
+        return norm_over_group(norm, self.config.optimizer.norm_type, self.mesh.model_host_group)
 
     def _require_all_used(self) -> None:
         """DDP reduces a bucket when all of its parameters have a gradient, so one without leaves others unreduced.
@@ -205,11 +244,11 @@ class DDPEngine:
         return [self._split.slice(name, tuple(p.shape), (0, p.numel())) for name, p in self._trained()]
 
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every parameter, from this rank's own copy and those of its tensor group."""
+        """Every parameter, from this rank's own copy and those of the other ranks of a copy of the model."""
         return self._split.merged((name, p.detach().cpu()) for name, p in self._model.named_parameters())
 
     def full_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every gradient, from this rank's own copy and those of its tensor group."""
+        """Every gradient, from this rank's own copy and those of the other ranks of a copy of the model."""
         scale = self._scaler.get_scale()
         reduced = ((name, p.grad) for name, p in self._model.named_parameters())
         return self._split.merged((n, grad.detach().float().cpu() / scale) for n, grad in reduced if grad is not None)
@@ -247,17 +286,24 @@ class DDPEngine:
             getattr(self._hook, part)[int(bucket)] = tensor.to(self.mesh.device)
 
     def _trained(self) -> list[tuple[str, nn.Parameter]]:
-        return [(name, p) for name, p in self._model.named_parameters() if p.requires_grad]
+        """What this rank's optimizer updates."""
+        named = self._model.named_parameters()
+        return [(name, p) for name, p in named if p.requires_grad and self._split.owns(name)]
 
     def parameter_hash(self) -> str:
-        """Every data rank holds every parameter of its tensor rank."""
+        """Every data rank holds every parameter of its tensor rank and its stages."""
         return content_hash(self._model.parameters())
+
+    def shared_parameters(self) -> dict[str, torch.Tensor]:
+        """Whole."""
+        return self._split.shared(dict(self._model.named_parameters()))
 
     def facts(self) -> EngineFacts:
         """Measures the wrapped model and the optimizer."""
-        parameters = list(self._model.parameters())
+        named = dict(self._model.named_parameters())
+        parameters = list(named.values())
         return EngineFacts(
-            engine=type(self.module).__name__,
+            engine=(type(self.module) if self._split.stages is None else type(self)).__name__,
             optimizer=type(self._optimizer).__name__,
             stage=None,
             group_size=self._group_size(),
@@ -267,11 +313,14 @@ class DDPEngine:
             optimizer_bytes=storage_bytes(state_tensors(self._optimizer)),
             nvme_bytes=0,
             compute_dtype=DTYPE_NAMES[self._compute_dtype],
-            settings={"parallel.tp": tensor_ranks(self._split, self._model.named_parameters())},
+            settings={
+                "parallel.tp": tensor_ranks(self._split, named.items()),
+                "parallel.pp": pipeline_ranks(self._split, named),
+            },
         )
 
     def _group_size(self) -> int:
-        return dist.get_world_size(self.module.process_group)
+        return (self.mesh.dp_group if self._split.stages else self.module.process_group).size()
 
     def close(self) -> None:
         """Removes DDP's hooks from the model, which another engine may wrap then, and lets go of its process group."""

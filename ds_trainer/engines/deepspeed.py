@@ -2,6 +2,9 @@
 
 The accumulation boundary is set by hand for every micro-batch, since the last window of an epoch may be short, and
 losses arrive already divided by the step's label tokens, so DeepSpeed's own division by accumulation is switched off.
+
+Under a pipeline the model is called past DeepSpeed's engine, which knows one forward and one backward at a time: its
+optimizer's hooks accumulate, and the engine reduces and updates once.
 """
 
 from __future__ import annotations
@@ -26,17 +29,20 @@ from ds_trainer.config.deepspeed.to_deepspeed import to_deepspeed
 from ds_trainer.config.resolved import ResolvedConfig
 from ds_trainer.engines.base import EngineFacts, OptimizerFactory, StepOutcome
 from ds_trainer.engines.clip import clip_by_norm, global_norm, norm_over_group
+from ds_trainer.engines.copied_gradients import CopiedGradients
 from ds_trainer.engines.dtypes import DTYPE_NAMES, TORCH_DTYPES
 from ds_trainer.engines.measure import (
     content_hash,
     devices,
     grouped_parameters,
+    pipeline_ranks,
     state_tensors,
     storage_bytes,
     tensor_ranks,
 )
 from ds_trainer.engines.mpu import ModelParallelUnit, counts_in_norm
 from ds_trainer.engines.nvme_gradients import check_gradient_offsets
+from ds_trainer.engines.reduce import fill_where_others_have
 from ds_trainer.engines.state import State
 from ds_trainer.engines.zero3_gather import gather_together
 from ds_trainer.engines.zero3_load import load_partitioned
@@ -69,6 +75,9 @@ class DeepSpeedEngine:
         self.stage = self.config.zero.stage
         if self._clips_itself:
             self.native["gradient_clipping"] = 0.0
+        if mesh.grid.pp_size > 1 and "bf16" in self.native:
+            # Gradients go into fp32 sums as they come: otherwise only its engine's `backward` moves them there.
+            self.native["bf16"]["immediate_grad_update"] = True
         self._swaps: list[SwapFolder] = []
         self._compute_dtype = TORCH_DTYPES[self.config.precision.dtype or "fp32"]
         _quieten()
@@ -115,6 +124,8 @@ class DeepSpeedEngine:
             load_partitioned(model, weights, self.native, self._param_dtype, self.mesh)
         else:
             load_full(model, weights, self.mesh.device, self._param_dtype)
+        copies = {name: p for name, p in model.named_parameters() if not split.owns(name)}
+        self._copied_gradients = CopiedGradients(copies, TORCH_DTYPES[self.config.precision.grad_dtype or "fp32"])
         if not self._clips_itself:
             for name, parameter in self._named():
                 parameter.model_parallel = counts_in_norm(name, split)
@@ -123,13 +134,16 @@ class DeepSpeedEngine:
         """Builds the optimizer and DeepSpeed's engine around it.
 
         Raises:
-            EngineError: DeepSpeed never read a key of its JSON, or would read gradients from NVMe wrongly.
+            EngineError: DeepSpeed never read a key of its JSON, or would read gradients from NVMe wrongly, or stages
+                differ in their parameter groups.
         """
-        trainable = [(n, p) for n, p in self._model.named_parameters() if p.requires_grad]
+        trainable = [(n, p) for n, p in self._named() if p.requires_grad]
+        optimizer = make_optimizer(trainable)
+        self._check_groups(optimizer)
         recorder = ReadRecorder(self.native)
         # Some of its optimizers print the machine's memory as they are built.
         with _without_compiler(), redirect_stdout(io.StringIO()):
-            self.module = self._initialize(make_optimizer(trainable), recorder)
+            self.module = self._initialize(optimizer, recorder)
         if recorder.unread():
             raise EngineError(
                 f"DeepSpeed {deepspeed.__version__} never read {', '.join(recorder.unread())}",
@@ -147,10 +161,25 @@ class DeepSpeedEngine:
             model=self._model,
             optimizer=optimizer,
             config=config,
-            mpu=ModelParallelUnit(self.mesh) if self.mesh.grid.tp_size > 1 else None,
+            mpu=ModelParallelUnit(self.mesh) if self.mesh.grid.model_size > 1 else None,
             dist_init_required=False,
         )
         return engine
+
+    def _check_groups(self, optimizer: torch.optim.Optimizer) -> None:
+        """ZeRO sums the norm of each parameter group over the stages by itself: with other numbers of them it hangs.
+
+        Raises:
+            EngineError: Stages differ in their number of groups; on every rank.
+        """
+        counts = self.mesh.gather_from_stages(len(optimizer.param_groups))
+        if self.stage > 0 and len(set(counts)) > 1:
+            raise EngineError(
+                f"the ranks of a pipeline have {', '.join(map(str, counts))} parameter groups with trained parameters",
+                "DeepSpeed sums the gradient norm group by group, so every stage needs the same groups",
+                "train parameters of the same kinds in every stage, set optimizer.decay_norms_and_biases to true, or "
+                "parallel.engine to ddp or fsdp2",
+            )
 
     @contextmanager
     def microbatch(self, is_last: bool) -> Iterator[None]:
@@ -159,8 +188,11 @@ class DeepSpeedEngine:
         yield
 
     def forward(self, **inputs: Any) -> Any:
-        """Calls DeepSpeed's engine, which gathers parameters and casts as configured."""
-        return self.module(**inputs)
+        """Calls DeepSpeed's engine, which gathers parameters and casts as configured; stages are called past it."""
+        if self._split.stages is None:
+            return self.module(**inputs)
+        with self.number_format():
+            return self._model(**inputs)
 
     @contextmanager
     def number_format(self) -> Iterator[None]:
@@ -174,26 +206,61 @@ class DeepSpeedEngine:
         if self.stage == 3:
             self.module.empty_partition_cache()
 
-    def backward(self, loss: torch.Tensor) -> None:
+    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
         """DeepSpeed averages over the data ranks, so this rank's share is multiplied by their number."""
+        return self.module.scale(loss * self.mesh.grid.dp_size)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """As `scaled`; DeepSpeed's own pass scales the loss of fp16."""
         self.module.backward(loss * self.mesh.grid.dp_size, scale_wrt_gas=False)
+
+    @contextmanager
+    def pipeline(self) -> Iterator[None]:
+        """Lets DeepSpeed's hooks accumulate alone, and reduces at its end.
+
+        Comm: copies of tied parameters send their gradients to their owners, then DeepSpeed's reduction over the data
+            ranks, in buckets of its own.
+        """
+        self.module.set_gradient_accumulation_boundary(False)
+        yield
+        shared = self._split.shared(dict(self._model.named_parameters()))
+        owned = {name: self._accumulated(p) for name, p in shared.items() if self._split.owns(name)}
+        self._split.sum_tied(owned | self._copied_gradients.take())
+        self.module.set_gradient_accumulation_boundary(True)
+        if self.stage > 0:
+            self.module.allreduce_gradients()
+        else:  # It would take in the copies.
+            trained = [p for _, p in self._named() if p.requires_grad]
+            fill_where_others_have(trained, self.mesh.dp_host_group)
+            self.module.buffered_allreduce_fallback([p.grad for p in trained if p.grad is not None])
+
+    def _accumulated(self, parameter: Any) -> torch.Tensor | None:
+        """The sum of a parameter's gradients, not yet reduced, as the optimizer keeps it."""
+        optimizer = self.module.optimizer
+        if hasattr(optimizer, "get_gradient_for_reduction"):
+            return optimizer.get_gradient_for_reduction(parameter)
+        return getattr(parameter, "_hp_grad", parameter.grad)  # BF16_Optimizer; stage 0
 
     def finish(self) -> StepOutcome:
         """One DeepSpeed step; ZeRO itself drops a gradient that is not finite, at stage 0 it is done here."""
         if self._clips_itself:
             gradients = {name: p.grad for name, p in self._named() if p.grad is not None}
             counted = [part for name, grad in gradients.items() for part in self._split.counted(name, grad)]
-            norm = norm_over_group(global_norm(counted), "l2", self.mesh.tp_host_group).item()
+            norm = norm_over_group(global_norm(counted), "l2", self.mesh.model_host_group).item()
             if not isfinite(norm):
                 self.module.zero_grad()
                 return StepOutcome(float("inf"), skipped=True)
             clip_by_norm(list(gradients.values()), self.config.optimizer.max_grad_norm, norm)
-            self.module.step()
+            self._step()
             return StepOutcome(norm, skipped=False)
-        self.module.step()
+        self._step()
         skipped = not self.module.was_step_applied()
         norm = self.module.get_global_grad_norm()
         return StepOutcome(float("inf") if skipped or norm is None else float(norm), skipped)
+
+    def _step(self) -> None:
+        self.module.step()
+        self._split.refresh_tied(dict(self._model.named_parameters()))
 
     @property
     def _clips_itself(self) -> bool:
@@ -212,8 +279,8 @@ class DeepSpeedEngine:
         return owned_slices(self._model, self._shapes, self.stage, self._split)
 
     def _named(self) -> Iterator[tuple[str, Any]]:
-        """Parameters with the attributes that DeepSpeed hangs on them."""
-        return self._model.named_parameters()
+        """What this rank owns of the parameters, with the attributes that DeepSpeed hangs on them."""
+        return ((name, p) for name, p in self._model.named_parameters() if self._split.owns(name))
 
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """fp32 masters, gathered one at a time.
@@ -296,12 +363,17 @@ class DeepSpeedEngine:
         """Nothing belongs to one rank alone."""
 
     def parameter_hash(self) -> str | None:
-        """Below stage 3 every data rank holds every parameter of its tensor rank."""
+        """Below stage 3 every data rank holds every parameter of its tensor rank and its stages."""
         return None if self.stage == 3 else content_hash(self._model.parameters())
+
+    def shared_parameters(self) -> dict[str, torch.Tensor]:
+        """Whole, in the format of the forward pass."""
+        return self._split.shared(dict(self._model.named_parameters()))
 
     def facts(self) -> EngineFacts:
         """Measures DeepSpeed's engine, its optimizer's flat buffers, and the swap files."""
-        parameters = list(self._model.parameters())
+        named = dict(self._model.named_parameters())
+        parameters, tp_size = list(named.values()), self.module.mp_world_size // self.mesh.grid.pp_size
         masters = self._masters()
         states = state_tensors(self.module.basic_optimizer)
         nvme_bytes = sum(swap.bytes() for swap in self._swaps)
@@ -325,7 +397,10 @@ class DeepSpeedEngine:
             else storage_bytes(states),
             nvme_bytes=nvme_bytes,
             compute_dtype=DTYPE_NAMES[autocast or parameters[0].dtype],
-            settings={"parallel.tp": min(self.module.mp_world_size, tensor_ranks(self._split, self._named()))},
+            settings={
+                "parallel.tp": min(tp_size, tensor_ranks(self._split, named.items())),
+                "parallel.pp": pipeline_ranks(self._split, named),
+            },
         )
 
     def _masters(self) -> list[torch.Tensor]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from ds_trainer.engines.measure import (
     devices,
     grouped_parameters,
     local_part,
+    pipeline_ranks,
     state_tensors,
     storage_bytes,
     tensor_ranks,
@@ -61,6 +63,7 @@ class FSDP2Engine:
             init_scale=2.0**scale.initial_scale_power,
             growth_interval=scale.loss_scale_window,
         )
+        self._accumulates_wide = False
 
     def load(self, model: nn.Module, weights: WeightSource, split: ModelSplit) -> None:
         """Cuts the model; each rank reads and keeps its own rows only."""
@@ -118,9 +121,54 @@ class FSDP2Engine:
             for module in fsdp_modules(self.module):
                 module.reshard()
 
-    def backward(self, loss: torch.Tensor) -> None:
+    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
         """Gradients are summed over the ranks, so that shares add up as they are."""
-        self._scaler.scale(loss).backward()
+        return self._scaler.scale(loss)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Accumulates in the format in which gradients are reduced; FSDP2's hooks reduce."""
+        self.scaled(loss).backward()
+
+    @contextmanager
+    def pipeline(self) -> Iterator[None]:
+        """Keeps gradients whole over all passes and cuts them at its end; so it does parameters, unless told otherwise.
+
+        Comm: at its end one reduce-scatter of each group's gradients over the data ranks of a copy of the model, one
+            all-reduce over the copies; then copies of tied parameters send their shards of it to their owners.
+        """
+        root = self.module
+        root.set_requires_gradient_sync(False)
+        root.set_is_last_backward(False)
+        root.set_reshard_after_backward(self._arguments.reshard_after_forward is not False)
+        self._accumulate_wide()
+        yield
+        root.set_requires_gradient_sync(True)
+        root.set_is_last_backward(True)
+        root.set_reshard_after_backward(True)
+        # What FSDP2 does at the end of a backward pass, of the groups that this pass has left out; no public method
+        # does it, and torch's own pipeline calls it too.
+        root._get_fsdp_state()._root_post_backward_final_callback()
+        reduced = {name: p.grad if p.grad is None else local_part(p.grad) for name, p in self._parameters.items()}
+        self._split.sum_tied(reduced)
+        for name, parameter in self._parameters.items():
+            if not self._split.owns(name):
+                parameter.grad = None
+
+    def _accumulate_wide(self) -> None:
+        """Adds each gradient to a sum in the format of the reduction as soon as it is there.
+
+        FSDP2 does so at the end of a backward pass through a group, which a pass that computes the gradients of weights
+        alone is not: of several such in a row the gradients would be added in the parameters' format.
+        """
+        if self._accumulates_wide or self._arguments.param_dtype in (None, self._arguments.reduce_dtype):
+            return
+        self._accumulates_wide = True
+        for module in fsdp_modules(self.module):
+            module.unshard()  # Makes the whole parameters, which stay the same objects from then on.
+            group: Any = module._get_fsdp_state()._fsdp_param_group
+            for parameter in group.fsdp_params if group else ():
+                if parameter.unsharded_param.requires_grad:
+                    parameter.unsharded_param.register_post_accumulate_grad_hook(partial(_widen, parameter))
 
     def finish(self) -> StepOutcome:
         """Clips by the norm over all shards and updates; a gradient that is not finite is dropped."""
@@ -130,7 +178,10 @@ class FSDP2Engine:
             if parameter.grad is not None:
                 gradients.append(local_part(parameter.grad))
                 counted += self._split.counted(name, gradients[-1], first_row(parameter))
-        return clipped_step(self._optimizer, self._scaler, gradients, counted, self.config.optimizer, self._over_ranks)
+        config, over_ranks = self.config.optimizer, self._over_ranks
+        outcome = clipped_step(self._optimizer, self._scaler, gradients, counted, config, over_ranks)
+        self._split.refresh_tied(self._shards())
+        return outcome
 
     def _over_ranks(self, norm: torch.Tensor) -> torch.Tensor:
         copies = self.config.parallel.dp_replicate
@@ -153,14 +204,14 @@ class FSDP2Engine:
 
         Comm: one all-gather of each tensor over the data ranks of a copy, one more over the tensor ranks if it is cut.
         """
-        return self._split.merged((name, self._gathered(p)) for name, p in self._parameters.items())
+        return self._split.merged((name, self._gathered(p)) for name, p in self._owned())
 
     def full_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Reduced gradients, gathered one at a time and freed of the loss scale.
 
         Comm: as `full_parameters`.
         """
-        scale, reduced = self._scaler.get_scale(), ((name, p.grad) for name, p in self._parameters.items())
+        scale, reduced = self._scaler.get_scale(), ((name, p.grad) for name, p in self._owned())
         return self._split.merged((n, self._gathered(grad) / scale) for n, grad in reduced if grad is not None)
 
     def _gathered(self, sharded: Any) -> torch.Tensor:
@@ -193,8 +244,20 @@ class FSDP2Engine:
     def load_rank_state(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Nothing belongs to one rank alone."""
 
+    def _owned(self) -> list[tuple[str, Any]]:
+        """All but copies of what another pipeline stage owns."""
+        return [(name, p) for name, p in self._parameters.items() if self._split.owns(name)]
+
     def _trained(self) -> list[tuple[str, Any]]:
-        return [(name, p) for name, p in self._parameters.items() if p.requires_grad]
+        """What this rank's optimizer updates."""
+        return [(name, p) for name, p in self._owned() if p.requires_grad]
+
+    def _shards(self) -> dict[str, torch.Tensor]:
+        return {name: local_part(p) for name, p in self._parameters.items()}
+
+    def shared_parameters(self) -> dict[str, torch.Tensor]:
+        """This rank's rows."""
+        return self._split.shared(self._shards())
 
     def parameter_hash(self) -> str | None:
         """With several copies of the model, the hash of this rank's copy.
@@ -223,7 +286,11 @@ class FSDP2Engine:
             optimizer_bytes=storage_bytes(state_tensors(self._optimizer)),
             nvme_bytes=0,
             compute_dtype=settings["precision.dtype"],
-            settings=settings | {"parallel.tp": tensor_ranks(self._split, self._parameters.items())},
+            settings=settings
+            | {
+                "parallel.tp": tensor_ranks(self._split, self._parameters.items()),
+                "parallel.pp": pipeline_ranks(self._split, self._parameters),
+            },
         )
 
     def _typical_group(self) -> FSDPModule:
@@ -255,6 +322,12 @@ def sum_over_ranks(root: nn.Module) -> None:
     for part in fsdp_modules(root):
         part.set_gradient_divide_factor(1.0)
         part.set_force_sum_reduction_for_comms(True)
+
+
+def _widen(parameter: Any, _: torch.Tensor) -> None:
+    """Moves a whole parameter's gradient into FSDP2's sum of them."""
+    parameter.accumulate_unsharded_grad_if_needed()
+    parameter.to_accumulated_grad_if_needed()
 
 
 def _cast_buffers(model: nn.Module, dtype: torch.dtype) -> None:

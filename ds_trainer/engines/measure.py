@@ -50,8 +50,23 @@ def tensor_ranks(split: ModelSplit, parameters: Iterable[tuple[str, torch.Tensor
         parameters: What an engine holds; of one that the engine has cut in turn, its shape before that is asked for.
     """
     shapes = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in parameters}
-    held = {len(cut.ranges) if shapes[name] == cut.local_shape else 1 for name, cut in split.cuts.items()}
+    cuts = {name: cut for name, cut in split.cuts.items() if name in shapes}  # Other stages have the others.
+    held = {len(cut.ranges) if shapes[name] == cut.local_shape else 1 for name, cut in cuts.items()}
     return min(held, default=1)
+
+
+def pipeline_ranks(split: ModelSplit, names: Iterable[str]) -> int:
+    """Ranks over which a pipeline has cut the model; 1: it has not, or this rank holds more than its stages' part.
+
+    Args:
+        split: How it was to be cut.
+        names: Of the parameters that an engine holds.
+    """
+    if split.stages is None:
+        return 1
+    held = dict.fromkeys(names)
+    part = {name for name in split.stages.shapes if split.owns(name)} | split.shared(held).keys()
+    return split.stages.group.size() if held.keys() == part else 1
 
 
 def content_hash(tensors: Iterable[torch.Tensor]) -> str:

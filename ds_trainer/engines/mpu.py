@@ -1,4 +1,4 @@
-"""The data and tensor groups of a run, in the words that DeepSpeed reads."""
+"""The data and model groups of a run, in the words that DeepSpeed reads."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ds_trainer.tensor_parallel.split import ModelSplit
 class ModelParallelUnit:
     """Megatron's `mpu`, as far as DeepSpeed asks it: ZeRO then cuts and reduces over the data ranks.
 
-    The gradient norm is a sum over the tensor ranks, too, see `counts_in_norm`.
+    The gradient norm is a sum over the ranks of a copy of the model, too, see `counts_in_norm`.
 
     Args:
         mesh: Process groups.
@@ -30,15 +30,15 @@ class ModelParallelUnit:
         return self._mesh.grid.dp_size
 
     def get_model_parallel_group(self) -> dist.ProcessGroup:
-        """The ranks that share one copy of the model."""
-        return self._mesh.tp_group
+        """The ranks that share one copy of the model: tensor ranks of all pipeline stages."""
+        return self._mesh.model_group
 
     def get_model_parallel_world_size(self) -> int:
         """Their number."""
-        return self._mesh.grid.tp_size
+        return self._mesh.grid.model_size
 
     def get_model_parallel_rank(self) -> int:
-        """This rank's number among them."""
+        """This rank's number among those of its stage: DeepSpeed counts what they hold alike on the first one."""
         return self._mesh.grid.tp_rank
 
 

@@ -31,7 +31,7 @@ def owned_slices(
     """
     owned = {}
     for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
+        if not (parameter.requires_grad and split.owns(name)):
             continue
         if stage == 3:
             start, stop = partition_bounds(parameter)

@@ -71,7 +71,7 @@ def evaluated(outputs: object, batch: Batch, loss: LossFunction, keep_logits: bo
 
 
 def unless_not_finite(loss_sum: torch.Tensor) -> torch.Tensor:
-    """The loss; a NaN where it is not finite: that makes every gradient NaN, whatever the graph, and no engine updates."""
+    """The loss, or NaN: one that is not finite makes every gradient NaN, whatever the graph, and no engine updates."""
     return loss_sum * torch.where(loss_sum.detach().isfinite(), 1.0, torch.nan)
 
 

@@ -17,9 +17,9 @@ from ds_trainer.errors import DataError
 from ds_trainer.executors.base import Evaluated, evaluated, to_device, unless_not_finite
 from ds_trainer.loss import IGNORE_INDEX, Batch, LossFunction
 from ds_trainer.mesh.mesh import Mesh
-from ds_trainer.pipeline.cut import StagedModel
 from ds_trainer.pipeline.runtime import PipelineRuntime
 from ds_trainer.pipeline.schedules import Schedule, forward_only, make_schedule, next_accepted
+from ds_trainer.pipeline.stages import StagedModel
 
 
 class PipelineExecutor:
@@ -110,7 +110,6 @@ class PipelineExecutor:
             schedule,
             forward,
             [(samples, self._staged.hidden_length(positions)) for samples, positions in shapes],
-            self._staged.parameters_of,
         )
 
 

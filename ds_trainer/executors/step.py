@@ -49,8 +49,8 @@ def run_step(microbatches: Iterable[Batch], executor: Executor, loss: LossFuncti
         place: The step's name in an agreement, such as "step 4".
 
     Comm: an agreement of all ranks that they have their batches, which sums the tokens too, before the first forward,
-        and one all-reduce of the loss over the data ranks after the last backward, from the last stage to the others;
-        and that of the executor.
+        and one all-reduce of the loss over the data ranks after the last backward, and one over the stages; and that of
+        the executor.
 
     Raises:
         UserError: A rank's samples are wrong; on every rank, in its words.
@@ -69,7 +69,7 @@ def run_step(microbatches: Iterable[Batch], executor: Executor, loss: LossFuncti
     sums = executor.train(batches, total, 1 / total)
     local_sum = torch.stack(sums).sum(dtype=torch.float64).item() if sums else 0.0
     bad = tuple(i for i, value in enumerate(sums) if not torch.isfinite(value))
-    return StepLoss(mesh.from_last_stage(mesh.sum(local_sum)[0]), total, seen, bad)
+    return StepLoss(mesh.sum_over_stages(*mesh.sum(local_sum))[0], total, seen, bad)
 
 
 def seen_tokens(batch: Batch) -> int:

@@ -59,11 +59,6 @@ class Grid:
         return self.rank // (self.tp_size * self.dp_size)
 
     @property
-    def is_last_stage(self) -> bool:
-        """Whether this rank is the last one of its pipeline."""
-        return self.pp_rank == self.pp_size - 1
-
-    @property
     def dp_ranks(self) -> list[list[int]]:
         """For each part of the model the ranks that hold it, in data order."""
         return [self._ranks(pp, None, tp) for pp in range(self.pp_size) for tp in range(self.tp_size)]

@@ -74,6 +74,13 @@ class Mesh:
         """
         return self._sum(values, self.dp_host_group)
 
+    def sum_over_stages(self, *values: float) -> list[float]:
+        """Sums float64 numbers over the ranks of the pipeline.
+
+        Comm: one all-reduce over `pp_host_group`, 8 bytes per value; none without a pipeline.
+        """
+        return list(values) if self.grid.pp_size == 1 else self._sum(values, self.pp_host_group)
+
     def sum_over_world(self, *values: float) -> list[float]:
         """Sums float64 numbers over all ranks.
 
@@ -102,15 +109,19 @@ class Mesh:
         """One picklable object from each rank of the pipeline, in its order, on every rank."""
         return self._gather(value, self.pp_host_group)
 
-    def from_last_stage(self, value: T) -> T:
-        """The picklable object that the last rank of the pipeline has, on every rank of it.
+    def from_one_stage(self, value: T | None) -> T:
+        """The picklable object of the one rank of the pipeline that has any, on every rank of it.
 
-        Comm: one broadcast over `pp_host_group`; none without a pipeline.
+        Args:
+            value: It, or None.
+
+        Comm: one gather of a truth value and one broadcast over `pp_host_group`; none without a pipeline.
         """
-        if self.grid.pp_size == 1:
-            return value
         held = [value]
-        dist.broadcast_object_list(held, group=self.pp_host_group, group_src=self.grid.pp_size - 1)
+        if self.grid.pp_size > 1:
+            holder = self.gather_from_stages(value is not None).index(True)
+            dist.broadcast_object_list(held, group=self.pp_host_group, group_src=holder)
+        assert held[0] is not None
         return held[0]
 
     def _gather(self, value: object, group: dist.ProcessGroup) -> list:
@@ -163,8 +174,9 @@ def init_mesh(grid: Grid, device_kind: Literal["cpu", "cuda"], timeouts: Timeout
     assert group is not None
     host_group, monitor = _host(group, timeouts)
     axes = (grid.dp_ranks, grid.tp_ranks, grid.pp_ranks, grid.model_ranks)
-    groups, hosts = _own(axes, group, timeouts), _own(axes, host_group, timeouts, "gloo")
-    return Mesh(grid, device, *groups, host_group, *hosts, monitor)
+    dp, tp, pp, model = _own(axes, group, timeouts)
+    dp_host, tp_host, pp_host, model_host = _own(axes, host_group, timeouts, "gloo")
+    return Mesh(grid, device, dp, tp, pp, model, host_group, dp_host, tp_host, pp_host, model_host, monitor)
 
 
 def _own(

@@ -2,11 +2,50 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
     """The modules that transformers says are not to be split; none where the model does not say, or is not its own."""
     names = set(getattr(model, "_no_split_modules", None) or ()) if isinstance(model, PreTrainedModel) else set()
     return [module for module in model.modules() if type(module).__name__ in names]
+
+
+def stacks(model: nn.Module) -> Iterator[tuple[nn.Module, nn.ModuleList]]:
+    """The lists of blocks of the language model, each with its owner; not those of an encoder of images beside it."""
+    found = set(blocks(model))
+    decoder = model.get_decoder() if isinstance(model, PreTrainedModel) else model
+    for owner in decoder.modules():
+        for child in owner.children():
+            if isinstance(child, nn.ModuleList) and any(
+                block in found or isinstance(block, GradientCheckpointingLayer) for block in child
+            ):
+                yield owner, child
+
+
+def has_parameters(module: nn.Module) -> bool:
+    """Whether a module has parameters of its own."""
+    return any(parameter is not None for parameter in module._parameters.values())
+
+
+def hidden_states(args: tuple, kwargs: dict[str, Any]) -> torch.Tensor:
+    """The hidden states that a block is given: its first tensor."""
+    found: list[torch.Tensor] = []
+    with_hidden_states(args, kwargs, found.append)
+    return found[0]
+
+
+def with_hidden_states(
+    args: tuple, kwargs: dict[str, Any], function: Callable[[torch.Tensor], Any]
+) -> tuple[tuple, dict[str, Any]]:
+    """A block's arguments with the hidden states replaced by the function's result."""
+    if args:
+        return (function(args[0]), *args[1:]), kwargs
+    name = next(name for name, value in kwargs.items() if isinstance(value, torch.Tensor))
+    return args, kwargs | {name: function(kwargs[name])}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,11 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.core_model_loading import WeightConverter
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from ds_trainer.errors import ModelError
 from ds_trainer.models.own_plans import OWN_PLANS
 from ds_trainer.models.scaled_down import causal_lm, scaled_down
 from ds_trainer.models.spec import CONFIG_KEYS
+from ds_trainer.pipeline.observe import observe
 
 TARGET = Path(__file__).with_name("families.json")
 
@@ -35,7 +38,17 @@ def _family(model_type: str, class_name: str | tuple[str, ...]) -> dict[str, Any
         "tied": bool(getattr(config_class, "tie_word_embeddings", False)),
         "conversion": min(kinds, default=None),
         "tp_plan": _tp_plan(model_type) | OWN_PLANS.get(model_type, {}),
+        **_pp_plan(model_type),
     }
+
+
+def _pp_plan(model_type: str) -> dict[str, Any]:
+    """What a scaled-down model shows; transformers' own plans are of half of the types, and leave some modules out."""
+    try:
+        plan = observe(*causal_lm(model_type)).plan
+    except ModelError as error:
+        return {"pp_plan": None, "pp_refused": " ".join(error.found.split())}
+    return {"pp_plan": {"layers": plan.layers, "first": list(plan.first), "last": list(plan.last)}, "pp_refused": None}
 
 
 def _tp_plan(model_type: str) -> dict[str, str]:
@@ -55,5 +68,11 @@ def _tp_plan(model_type: str) -> dict[str, str]:
     return {name: style for name, style in plan.items() if not any(other.endswith(f".{name}") for other in plan)}
 
 
+def as_text(table: dict[str, dict[str, Any]]) -> str:
+    """The table as it ships, each list on one line."""
+    text = json.dumps(table, indent=1, sort_keys=True)
+    return re.sub(r"\[[^][{}]*]", lambda found: json.dumps(json.loads(found[0])), text) + "\n"
+
+
 if __name__ == "__main__":
-    TARGET.write_text(json.dumps(make_families(), indent=1, sort_keys=True) + "\n")
+    TARGET.write_text(as_text(make_families()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from math import ceil
 from typing import Any
 
 import transformers
@@ -14,9 +15,9 @@ HIDDEN = HEADS * HEAD_DIM
 
 # Role -> size: the first pattern that an attribute's whole name matches. What no pattern matches keeps its default.
 SIZES: tuple[tuple[str, int], ...] = (
-    (r"(unpadded_)?vocab_size(_per_layer_input)?", VOCAB),
-    (r"(backbone_)?hidden_size|n_embd|d_model|word_embed_proj_dim|ple_embed_dim", HIDDEN),
-    (r"(swa_)?num_attention_heads|n_heads?|num_heads|attention_heads|index_n_heads|indexer_n_heads", HEADS),
+    (r"(unpadded_)?vocab_size(_per_layer_input)?|n_words|encoder_hash_byte_group_vocab", VOCAB),
+    (r"(backbone_)?hidden_size(_global)?|n_embd|d_model|emb_dim|word_embed_proj_dim|ple_embed_dim", HIDDEN),
+    (r"(swa_)?num_attention_heads|n_heads?|num_heads|((en|de)coder_)?attention_heads|index_n_heads|indexer_n_heads", HEADS),
     (r"(swa_)?num_key_value_heads|num_kv_heads|linear_num_(key_)?heads|indexer_kv_heads", KV_HEADS),
     (r"linear_num_value_heads", HEADS),
     (r"(swa_|index_|indexer_|mamba_|linear_(key_|value_)?)?head_dim|mamba_d_head", HEAD_DIM),
@@ -43,7 +44,7 @@ SIZES: tuple[tuple[str, int], ...] = (
 )
 # Where the default is None, these are to stay so.
 OPTIONAL = r".*_rank|.*_token_id|n_inner"
-DEPTHS = r"num_hidden_layers|n_layers?|num_layers"
+DEPTHS = r"num_hidden_layers|n_layers?|num_layers|(num_)?(en|de)coder_layers"
 
 _TWO_KINDS = ["sliding_attention", "full_attention"]
 _ROPE = {"rope_type": "default", "rope_theta": 1e4}
@@ -68,6 +69,21 @@ VARIANTS: dict[str, tuple[dict[str, Any], ...]] = {
     "doge": ({}, {"is_moe": True}),
     # Its layers are of three sections, and written out as two each.
     "dory": ({"num_hidden_layers": 4, "layer_types": _TWO_KINDS * 2, "n_recurrent_layers": 2},),
+    # Its default has neither base of rotary frequencies nor bounds of queries, which every checkpoint has.
+    "dbrx": ({"attn_config": {"rope_theta": 1e4, "clip_qkv": 8.0, "kv_n_heads": KV_HEADS}},),
+    # Each of its heads is as wide as the others, and together they are as wide as its inner states.
+    "mamba2": ({"num_heads": 2 * HEADS},),
+    # Its tokens are of one codebook, not of several at once.
+    "musicgen_decoder": ({"num_codebooks": 1},),
+    "musicgen_melody_decoder": ({"num_codebooks": 1},),
+    # Its embedding is narrower than its layers or not.
+    "opt": ({}, {"word_embed_proj_dim": HIDDEN // 2}),
+    # Its table of positions is one, not the sum of two whose sizes have to multiply to the length of a sample.
+    "reformer": ({"axial_pos_embds": False},),
+    # Its layers have adapters for languages, of which it has to be told one.
+    "xmod": ({"default_language": "en_XX"},),
+    # It routes each token to one expert.
+    "zaya": ({"num_experts_per_tok": 1},),
     # The last layers take keys and values of earlier ones of their kind.
     "gemma3n_text": (
         {
@@ -79,7 +95,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], ...]] = {
     ),
     "gemma4_text": ({"enable_moe_block": True, "top_k_experts": 2},),
     # Kinds of layers are run lengths.
-    "gpt_neo": ({"attention_types": [[["global", "local"], 1]], "attention_layers": ["global", "local"]},),
+    "gpt_neo": ({"attention_types": [[["global"], 1], [["local"], 1]], "attention_layers": ["global", "local"]},),
     # Its default has neither the indexer nor the n-gram embedding that its plan cuts.
     "qwen4_exp_text": (
         {
@@ -98,27 +114,31 @@ def causal_lm(model_type: str) -> tuple[type[PreTrainedModel], type[PretrainedCo
     """The class that `AutoModelForCausalLM` makes of a config of the type, and the class of the config it gets."""
     cls = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type])
     config_class = CONFIG_MAPPING[model_type]
-    text = config_class.sub_configs.get("text_config")
-    return cls, text if text is not None and cls.config_class == text else config_class
+    return cls, next((part for part in config_class.sub_configs.values() if part == cls.config_class), config_class)
 
 
-def scaled_down(config_class: type[PretrainedConfig]) -> list[PretrainedConfig]:
+def scaled_down(config_class: type[PretrainedConfig], min_layers: int = 2) -> list[PretrainedConfig]:
     """Small configs of a class, without dropout, with one layer of each kind that the default config has.
 
-    More than one where one cannot have all modules of the type's tensor-parallel plan.
+    More than one where one cannot have all modules of the type's plans.
+
+    Args:
+        config_class: The class.
+        min_layers: Where there are fewer kinds, all of them once more, until there are as many layers.
     """
     text = config_class.sub_configs.get("text_config", config_class)
     variants = VARIANTS.get(getattr(text, "model_type", ""), ({},))
-    return [_scaled_down(config_class, variant) for variant in range(len(variants))]
+    return [_scaled_down(config_class, variant, min_layers) for variant in range(len(variants))]
 
 
-def _scaled_down(config_class: type[PretrainedConfig], variant: int) -> PretrainedConfig:
+def _scaled_down(config_class: type[PretrainedConfig], variant: int, min_layers: int) -> PretrainedConfig:
     default = config_class()
     values = {name: None for name in config_class.__dataclass_fields__} | default.to_dict()
     depth = next((value for name, value in values.items() if re.fullmatch(DEPTHS, name)), 0)
     lists = {name: value for name, value in values.items() if _is_per_layer(value, depth)}
     each = {int(layer): fields for layer, fields in (values.pop("per_layer_config", None) or {}).items()}
-    layers = _one_of_each_kind([(*(x[i] for x in lists.values()), each.get(i)) for i in range(depth)])
+    kinds = _one_of_each_kind([(*(x[i] for x in lists.values()), each.get(i)) for i in range(depth)])
+    layers = kinds * ceil(min_layers / len(kinds))
 
     given = _small(values)
     given |= {name: [_small_or_same(name, value[i]) for i in layers] for name, value in lists.items()}
@@ -129,10 +149,18 @@ def _scaled_down(config_class: type[PretrainedConfig], variant: int) -> Pretrain
         given["head_dim"] = given["qk_rope_head_dim"]
     for name in config_class.sub_configs:
         part = getattr(default, name, None)
-        given[name] = _scaled_down(type(part), variant) if isinstance(part, PretrainedConfig) else part
+        given[name] = _scaled_down(type(part), variant, min_layers) if isinstance(part, PretrainedConfig) else part
     given = {name: value for name, value in given.items() if value is not None}
     variants = VARIANTS.get(config_class.model_type, ())
-    return config_class(**given | (variants[variant] if variants else {}))
+    return config_class(**given | (_deep(variants[variant], len(kinds), min_layers) if variants else {}))
+
+
+def _deep(values: dict[str, Any], depth: int, min_layers: int) -> dict[str, Any]:
+    """A variant, which is written for few layers, with all of these once more until there are enough."""
+    depth = values.get("num_hidden_layers", depth)
+    times = ceil(min_layers / depth)
+    deep = {name: value * times if _is_per_layer(value, depth) else value for name, value in values.items()}
+    return deep | ({"num_hidden_layers": depth * times} if "num_hidden_layers" in values else {})
 
 
 def _is_per_layer(value: Any, depth: int) -> bool:
@@ -165,6 +193,8 @@ def _scaled(name: str, value: Any) -> Any:
         return 0.0 if re.search(r"drop", name) else None
     if name == "mlp_only_layers":
         return [0]
+    if name == "is_decoder":
+        return True
     if isinstance(value, bool | str | list | dict) or (value is None and re.fullmatch(OPTIONAL, name)):
         return None
     return next((size for pattern, size in SIZES if re.fullmatch(pattern, name)), None)

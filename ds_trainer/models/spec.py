@@ -36,12 +36,16 @@ class Family:
         conversion: What loading does to checkpoint tensors: None, `rename`, or `merge` (merge, split or transpose).
         tp_plan: Module name of the class for causal language models, every number as `*` -> tensor-parallel style;
             empty where there is no plan.
+        pp_plan: The fields of `ds_trainer.pipeline.plan.StagePlan`; None where the type cannot be cut into stages.
+        pp_refused: Why it cannot; None where it can.
     """
 
     aliases: dict[str, str]
     tied: bool
     conversion: str | None
     tp_plan: dict[str, str]
+    pp_plan: dict[str, Any] | None
+    pp_refused: str | None
 
 
 @cache

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 _FORMATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.uint8)
 _ABSENT = -1
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,10 @@ class StageParameters:
                     received = torch.empty_like(value, memory_format=torch.contiguous_format)
                     dist.recv(received, group=self.group, group_src=self.owners[name])
                     value.copy_(received)
+
+    def shared(self, parameters: Mapping[str, T]) -> dict[str, T]:
+        """Those of this rank's parameters that other stages have too."""
+        return {name: parameters[name] for name, _ in self._shared()}
 
     def _shared(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Parameters that this rank shares with others, and the ranks that have copies."""

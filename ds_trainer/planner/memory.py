@@ -4,7 +4,8 @@ The parts were read in DeepSpeed 0.19.8's source and measured at 1, 2 and 4 rank
 with communication buckets, swap buffers, activations and gathered parameters kept out or near zero. Buckets and swap
 buffers are set in elements rather than by the model: see `ds_trainer.planner.needs`. Nor is what depends on the largest
 parameter counted: at stages 1 and 2 the gradient of one that lies across two ranks' shards is kept whole, and optimizer
-offload has two staging buffers of its size. Under tensor parallelism the model is what one tensor rank holds of it.
+offload has two staging buffers of its size. Under tensor and pipeline parallelism the model is what one rank holds of
+it.
 
 Source: Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", section 5.
 """

@@ -24,9 +24,9 @@ def row_of(resolved: ResolvedConfig) -> MemoryRow:
     zero, precision, optimizer = config.zero, config.precision, config.optimizer
     dtype, momentum = precision.dtype or "fp32", config.optimizer.momentum > 0
     if backend(config) == "ddp":
-        return ddp_bytes_per_parameter(
-            dtype, optimizer.name, gradient_as_bucket_view=config.ddp.gradient_as_bucket_view, momentum=momentum
-        )
+        # Under a pipeline gradients are put into one bucket after another once all of them are there.
+        is_view = config.ddp.gradient_as_bucket_view and config.parallel.pp == 1
+        return ddp_bytes_per_parameter(dtype, optimizer.name, gradient_as_bucket_view=is_view, momentum=momentum)
     if backend(config) == "fsdp2":
         assert config.fsdp.reshard_after_forward is not None
         return fsdp2_bytes_per_parameter(
@@ -57,14 +57,14 @@ def rows_by_stage(resolved: ResolvedConfig) -> dict[tuple[int, str], MemoryRow]:
     """The run's row and those of its neighbours: stage and gradient format -> row.
 
     At each stage gradients in fp32 and, where the stage has it, in the backward pass's own format; the run's offload
-    where the stage has it. Outside DeepSpeed there is one row.
+    where the stage has it. Outside DeepSpeed there is one row, under a pipeline there are stages 0 and 1 only.
     """
     config = resolved.config
     dtype = config.precision.dtype or "fp32"
     if backend(config) != "deepspeed":
         return {(0, config.precision.grad_dtype or "fp32"): row_of(resolved)}
     table = {}
-    for stage in (0, 1, 2, 3):
+    for stage in (0, 1) if config.parallel.pp > 1 else (0, 1, 2, 3):
         # DeepSpeed's stage 0 has one format each: bf16 runs under autocast on fp32, fp16 accumulates in fp16.
         formats = (("fp16" if dtype == "fp16" else "fp32"),) if stage == 0 else ("fp32", dtype)
         for grad_dtype in dict.fromkeys(formats):
@@ -91,6 +91,8 @@ def buffers(resolved: ResolvedConfig) -> list[Part]:
     config, data_ranks = resolved.config, resolved.data_ranks
     num_parameters = resolved.size.num_parameters or 0
     zero, precision = config.zero, config.precision
+    if backend(config) == "ddp" and config.parallel.pp > 1:
+        return [Part("gradient buckets", min(4 * num_parameters, config.ddp.bucket_cap_mb * 2**20))]
     if backend(config) == "ddp" and not config.ddp.gradient_as_bucket_view:
         return [Part("gradient buckets", 4 * num_parameters)]
     if backend(config) != "deepspeed" or zero.stage == 0:

@@ -6,6 +6,7 @@ Legend: B samples, T positions, t positions on a rank, H size of the input, D a 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,6 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
+from ds_trainer.pipeline.split_backward import gradient_of, weights_are_put_off
 from ds_trainer.tensor_parallel.collectives import Started, start_all_gather, start_all_reduce, start_reduce_scatter
 
 if TYPE_CHECKING:
@@ -73,14 +75,13 @@ class _Columns(torch.autograd.Function):
     def backward(ctx, *grads):
         read, *weights = ctx.saved_tensors
         _, _, _, needs_input, _, *needs_parameter = ctx.needs_input_grad
+        read = _Read(read, ctx.length if ctx.gathers_again else None, ctx.group)
         # What is started first is on its way while the input's gradient is computed, that while the weights' are.
-        gathering, reducing = None, None
-        if ctx.gathers_again and any(needs_parameter[::2]):
-            gathering = start_all_gather(read, 1, ctx.length, ctx.group)
+        reducing = None
+        if any(needs_parameter[::2]) and not weights_are_put_off():
+            read.start()
         if needs_input:
             reducing = _start_sum(_partial(grads, _rows_per_output(ctx.layers, weights)), ctx.length, ctx.group)
-        if gathering is not None:
-            read = gathering.wait()
         of_parameters: list[torch.Tensor | None] = []
         for i, (layer, grad) in enumerate(zip(ctx.layers, grads, strict=True)):
             needs_weight, needs_bias = needs_parameter[2 * i : 2 * i + 2]
@@ -109,26 +110,58 @@ def _start_sum(partial_BTH: torch.Tensor, length: int | None, group: dist.Proces
     return start_reduce_scatter(partial_BTH, 1, group)
 
 
+class _Read:
+    """What the layers have read, for the gradients of their weights.
+
+    Args:
+        kept: The whole of it, or this rank's positions.
+        length: All positions, which are gathered again; None: it is whole.
+        group: Tensor ranks.
+    """
+
+    def __init__(self, kept: torch.Tensor, length: int | None, group: dist.ProcessGroup) -> None:
+        self._kept, self._length, self._group = kept, length, group
+        self._gathering: Started | None = None
+
+    def start(self) -> None:
+        """Starts to gather it, where it is to be gathered."""
+        if self._length is not None:
+            self._gathering = start_all_gather(self._kept, 1, self._length, self._group)
+            self._length = None
+
+    def wait(self) -> torch.Tensor:
+        """The whole; gathered once, whichever layer needs it first."""
+        self.start()
+        if self._gathering is not None:
+            self._kept, self._gathering = self._gathering.wait(), None
+        return self._kept
+
+
 def _of_layer(
     layer: ColumnParallelLinear,
     grad_BTD: torch.Tensor | None,
-    x_BTH: torch.Tensor,
+    read: _Read,
     needs_weight: bool,
     needs_bias: bool,
     group: dist.ProcessGroup,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Gradients of a layer's weight and bias."""
+    """Gradients of a layer's weight and bias; None of what needs none, and of what comes later."""
     if grad_BTD is None:
         return None, None
-    weight = bias = None
     grad_ND = grad_BTD.flatten(0, -2)
-    if needs_weight:
-        x_NH = x_BTH.flatten(0, -2)
-        weight = x_NH.t() @ grad_ND if layer.transposed else grad_ND.t() @ x_NH
-        if layer.weight_copies is not None:
-            weight = layer.weight_copies.sum(weight, group)
-    if needs_bias:
-        bias = grad_ND.sum(0)
-        if layer.bias_copies is not None:
-            bias = layer.bias_copies.sum(bias, group)
+    weight = gradient_of(layer.weight, partial(_of_weight, layer, grad_ND, read, group)) if needs_weight else None
+    bias = gradient_of(layer.bias, partial(_of_bias, layer, grad_ND, group)) if needs_bias else None
     return weight, bias
+
+
+def _of_weight(
+    layer: ColumnParallelLinear, grad_ND: torch.Tensor, read: _Read, group: dist.ProcessGroup
+) -> torch.Tensor:
+    x_NH = read.wait().flatten(0, -2)
+    of_weight = x_NH.t() @ grad_ND if layer.transposed else grad_ND.t() @ x_NH
+    return of_weight if layer.weight_copies is None else layer.weight_copies.sum(of_weight, group)
+
+
+def _of_bias(layer: ColumnParallelLinear, grad_ND: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    of_bias = grad_ND.sum(0)
+    return of_bias if layer.bias_copies is None else layer.bias_copies.sum(of_bias, group)

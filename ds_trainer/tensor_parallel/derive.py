@@ -22,6 +22,11 @@ def derive(module: nn.Module, behaviour: type) -> None:
     module.__class__ = _derived(behaviour, own)
 
 
+def stock_class(module: nn.Module) -> type:
+    """The class that a module had before any behaviour was put in front of it."""
+    return getattr(type(module), "stock", type(module))
+
+
 @cache
 def _derived(behaviour: Any, base: Any) -> type:
     # transformers finds classes by their name, and `generate` looks at the signature to see what to pass.
@@ -30,4 +35,5 @@ def _derived(behaviour: Any, base: Any) -> type:
         return behaviour.forward(self, *args, **kwargs)
 
     names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "forward": forward}
+    names["stock"] = getattr(base, "stock", base)
     return type(base.__name__, (behaviour, base), names)

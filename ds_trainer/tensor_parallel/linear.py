@@ -136,13 +136,16 @@ class RowParallelLinear(ParallelLinear):
         """The sum over the ranks, whole or this rank's positions of it."""
         if self.input_is_whole:
             x = scatter_last_dim(_by_rank(x, self.cut), self.group)
-        partial = F.linear(x, self.weight.t() if self.transposed else self.weight)
-        y = (reduce_scatter_sequence if self.sequence_parallel else reduce_from_group)(partial, self.group)
+        y = (reduce_scatter_sequence if self.sequence_parallel else reduce_from_group)(self.partial(x), self.group)
         if self.bias is None:
             return y
         bias = sum_gradient(self.bias, self.group) if self.sequence_parallel else self.bias
         # Added once, after the sum. Under autocast the sum is in its format, the bias is not.
         return y + bias.to(y.dtype)
+
+    def partial(self, x: torch.Tensor) -> torch.Tensor:
+        """What this rank adds to the sum over the ranks."""
+        return F.linear(x, self.weight.t() if self.transposed else self.weight)
 
 
 def _like(whole: object, shape: tuple[int, ...] | None = None) -> nn.Parameter | None:

@@ -16,18 +16,16 @@ Legend: tp ranks of the group, B samples, T positions, t positions on a rank (T 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ds_trainer.errors import ModelError
-from ds_trainer.models.blocks import blocks
+from ds_trainer.models.blocks import has_parameters, stacks, with_hidden_states
 from ds_trainer.tensor_parallel.collectives import scatter_sequence
 from ds_trainer.tensor_parallel.derive import derive
 from ds_trainer.tensor_parallel.dropout import draw_seed
@@ -35,9 +33,9 @@ from ds_trainer.tensor_parallel.linear import ColumnParallelLinear, ParallelLine
 from ds_trainer.tensor_parallel.partial import PartialGradients, summed_gradients
 from ds_trainer.tensor_parallel.positions import Positions, gathered, mapped, tensors
 from ds_trainer.tensor_parallel.splitter import Splitter
+from ds_trainer.tensor_parallel.structure import called, exit_of, final_norm, is_pointwise
 
 _CUT = "sequence_cut"
-_POINTWISE = ("torch.nn.modules.activation", "torch.nn.modules.dropout", "transformers.activations")
 
 
 def cut_sequences(splitter: Splitter, own_masks: bool) -> None:
@@ -53,19 +51,19 @@ def cut_sequences(splitter: Splitter, own_masks: bool) -> None:
         ModelError: The model does not say what its blocks are, or skips some of them at random.
     """
     model = splitter.model
-    stacks = list(_stacks(model))
-    if not stacks:
+    found = list(stacks(model))
+    if not found:
         raise _refusal(
             f"{type(model).__name__} does not say what its blocks are",
             "sequences are cut where they enter a stack of blocks: a list of modules of a class in `_no_split_modules`",
         )
-    for owner, layers in stacks:
+    for owner, layers in found:
         if getattr(owner, "layerdrop", 0.0):
             raise _refusal(
                 f"{type(owner).__name__} has a layerdrop of {owner.layerdrop}, which skips blocks at random",
                 "sequences are cut at the first block and gathered behind the last one",
             )
-        if _has_parameters(owner):
+        if has_parameters(owner):
             raise _refusal(
                 f"{type(owner).__name__} has parameters of its own: {', '.join(owner._parameters)}",
                 "sequences are cut at the first block and gathered behind the last one; what is done between them with "
@@ -113,14 +111,14 @@ class _Stack:
             block.register_forward_pre_hook(self._pass_on, with_kwargs=True)
             block.register_forward_hook(self._remember)
             self._prepare(block)
-        norm = _final_norm(owner, layers)
+        norm = final_norm(owner, layers)
         if norm is None:
             layers[-1].register_forward_hook(self._gather)
         else:
             self._derive(norm, _FinalNorm)
         for child in owner.children():
             if child not in (layers, norm):
-                for module in filter(_has_parameters, child.modules()):
+                for module in filter(has_parameters, child.modules()):
                     module.register_forward_pre_hook(self._refuse)
         owner.register_forward_hook(self._end)
 
@@ -140,7 +138,7 @@ class _Stack:
                 f"{type(block).__name__} is run again before what the last block returned was used",
                 "sequences are cut at the first block and gathered behind the last one",
             )
-        return _with_hidden(args, kwargs, self._scattered)
+        return with_hidden_states(args, kwargs, self._scattered)
 
     def _scattered(self, hidden_BTH: torch.Tensor) -> torch.Tensor:
         if hidden_BTH.shape[:2] != self._shape:
@@ -187,6 +185,19 @@ class _Stack:
         self._is_cut = False
         return gathered(hidden_BtH, self._length, self._group)
 
+    def own_length(self, length: int) -> int:
+        """Positions on each rank of a sequence of `length`; one of no more positions than ranks stays whole."""
+        return -(-length // self._group.size()) if length > self._group.size() else length
+
+    def enter(self) -> None:
+        """Before the first block of a pipeline stage after the first: its hidden states come cut."""
+        self._is_cut = self.own_length(self._shape[1]) < self._shape[1]
+        self._length = self._shape[1] if self._is_cut else None
+
+    def leave(self) -> None:
+        """Behind the last block of a pipeline stage before the last: its hidden states go on cut."""
+        self._is_cut, self._made = False, []
+
     @property
     def is_cut(self) -> bool:
         """Whether hidden states are cut now, in a block or between them."""
@@ -213,7 +224,7 @@ class _Stack:
         """While a block runs on cut sequences."""
         assert cut.length is not None
         hidden: list[torch.Tensor] = []
-        rest = _with_hidden(args, kwargs, hidden.append)
+        rest = with_hidden_states(args, kwargs, hidden.append)
         whole = [value for name, value in (*enumerate(rest[0]), *rest[1].items()) if name not in cut.parts]
         seed = draw_seed() if self._own_masks and block.training else None
         before, self.positions = self.positions, Positions(hidden[0], tensors(whole), cut.length, self._group, seed)
@@ -229,17 +240,17 @@ class _Stack:
 
     def _prepare(self, block: nn.Module) -> None:
         self._derive(block, _Block)
-        for child in _called(block):
+        for child in called(block):
             if isinstance(child, ColumnParallelLinear):
                 self._derive(child, _ColumnOfBlock)
             elif isinstance(child, RowParallelLinear):
                 self._derive(child, _RowOfBlock)
-            elif _is_pointwise(child):
+            elif is_pointwise(child):
                 self._sum_gradients_in(child)
             else:
                 self._derive(child, _Region)
                 region: Any = child
-                if (row := _exit(child, self._splitter)) is not None:
+                if (row := exit_of(child, self._splitter)) is not None:
                     row.register_forward_pre_hook(self._choose_output, prepend=True)  # Random masks go by it.
                     for part in child.children():  # Its own parameters, such as sinks, are used on all positions.
                         self._sum_gradients_in(part)
@@ -345,72 +356,9 @@ class _RowOfBlock(_Behaviour):
         return super().forward(x)  # type: ignore[misc]
 
 
-def _stacks(model: nn.Module) -> Iterator[tuple[nn.Module, nn.ModuleList]]:
-    """The stacks of blocks of the language model, not those of an encoder of images beside it."""
-    found = set(blocks(model))
-    decoder = model.get_decoder() if isinstance(model, PreTrainedModel) else model
-    for owner in decoder.modules():
-        for child in owner.children():
-            if isinstance(child, nn.ModuleList) and any(
-                block in found or isinstance(block, GradientCheckpointingLayer) for block in child
-            ):
-                yield owner, child
-
-
-def _final_norm(owner: nn.Module, layers: nn.ModuleList) -> nn.Module | None:
-    """The norm that an owner has after its blocks; None: there is none, or other modules that may come before it."""
-    children = list(owner.children())
-    after = [child for child in children[children.index(layers) + 1 :] if list(child.parameters())]
-    return after[0] if len(after) == 1 and _is_norm(after[0]) else None
-
-
-def _has_parameters(module: nn.Module) -> bool:
-    """Whether a module has parameters of its own."""
-    return any(parameter is not None for parameter in module._parameters.values())
-
-
-def _called(module: nn.Module) -> Iterator[nn.Module]:
-    """The modules that a module calls: its children, those of lists in their stead."""
-    for child in module.children():
-        if isinstance(child, nn.ModuleList | nn.ModuleDict):
-            yield from _called(child)
-        else:
-            yield child
-
-
-def _is_norm(module: nn.Module) -> bool:
-    return "Norm" in type(module).__name__ and all(parameter.dim() < 2 for parameter in module.parameters())
-
-
-def _is_pointwise(module: nn.Module) -> bool:
-    """Whether a module is known to treat positions one by one; of any other, a region is right too."""
-    if isinstance(module, nn.Identity) or _is_norm(module):
-        return True
-    return type(module).__module__ in _POINTWISE and not list(module.parameters())
-
-
-def _exit(region: nn.Module, splitter: Splitter) -> RowParallelLinear | None:
-    """The row layer in which a region ends: its own, nothing else in it sums over the tensor group.
-
-    Parameters of the region itself that are whole may be used behind it, on all positions or on some.
-    """
-    rows = [module for module in region.modules() if isinstance(module, RowParallelLinear)]
-    if len(rows) != 1 or rows[0] not in set(region.children()):
-        return None
-    cut = [p for m in region.modules() if not isinstance(m, ParallelLinear) for p in m.parameters(recurse=False)]
-    if any(splitter.is_cut(parameter) and parameter.dim() > 1 for parameter in cut):
-        return None
-    return rows[0] if all(map(splitter.is_cut, region.parameters(recurse=False))) else None
-
-
-def _with_hidden(
-    args: tuple, kwargs: dict[str, Any], function: Callable[[torch.Tensor], Any]
-) -> tuple[tuple, dict[str, Any]]:
-    """A block's arguments with the hidden states, its first tensor, replaced by the function's result."""
-    if args:
-        return (function(args[0]), *args[1:]), kwargs
-    name = next(name for name, value in kwargs.items() if isinstance(value, torch.Tensor))
-    return args, kwargs | {name: function(kwargs[name])}
+def stack_of(block: nn.Module) -> _Stack | None:
+    """The stack whose hidden states are cut and that a block is of; None: they are whole."""
+    return block.stack if isinstance(block, _Block) else None
 
 
 def _refusal(found: str, rule: str) -> ModelError:

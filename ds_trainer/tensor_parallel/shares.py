@@ -58,7 +58,12 @@ class Shares:
         return sorted(found, key=lambda unit: not unit.name.endswith("heads"))
 
     def elements(self, tp: int) -> tuple[int, int]:
-        """Elements of one of `tp` ranks' part of the model, and of its largest parameter; `tp` must be allowed.
+        """Elements of one of `tp` ranks' part of the model, and of its largest parameter; `tp` must be allowed."""
+        sizes = self.sizes(tp)
+        return sum(sizes.values()), self.spec.largest(sizes)
+
+    def sizes(self, tp: int) -> dict[str, int]:
+        """Elements of one of `tp` ranks' part of every tensor of the checkpoint; `tp` must be allowed.
 
         Where the checkpoint has other names, all matrices count as cut: a run must not be refused for want of memory
         that it does not need.
@@ -68,7 +73,7 @@ class Shares:
         for name, tensor in self.spec.distinct().items():
             is_cut = name in styles or (not self.names_agree and len(tensor.shape) > 1)
             sizes[name] = self._local_size(tensor, styles.get(name, ""), tp) if is_cut else prod(tensor.shape)
-        return sum(sizes.values()), self.spec.largest(sizes)
+        return sizes
 
     def table(self, tp: int) -> list[tuple[str, str, str]]:
         """What there is, how many in the whole model, and how many on each of `tp` ranks."""

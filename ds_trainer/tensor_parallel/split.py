@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from ds_trainer.layout import Cut, ParameterSlice
 from ds_trainer.pipeline.parameters import StageParameters
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,10 @@ class ModelSplit:
         """Gives copies of tied parameters their owners' values; see `StageParameters`."""
         if self.stages is not None:
             self.stages.refresh_tied(parameters)
+
+    def shared(self, parameters: Mapping[str, T]) -> dict[str, T]:
+        """Those of this rank's parameters that other pipeline stages have too."""
+        return {} if self.stages is None else self.stages.shared(parameters)
 
     def slice(self, name: str, local_shape: tuple[int, ...], flat: tuple[int, int]) -> ParameterSlice:
         """The slice that elements `flat` of this rank's local tensor are.

@@ -2,6 +2,7 @@
 
 import time
 
+import psutil
 import pytest
 
 from tests.helpers.launch import free_port, launch, run_folder, write_json
@@ -81,3 +82,38 @@ def test_a_save_by_one_rank_is_named_with_file_and_line_within_seconds(run):
     launched, seconds = fail(run, "torchrun", "saves alone")
     assert f"error: save_model() was entered by ranks [0] only, at {SCRIPT}:" in launched.text
     assert seconds < 10
+
+
+def left_over(run):
+    """Processes whose command line names the run."""
+    return [p for p in psutil.process_iter(["cmdline"]) if str(run) in " ".join(p.info["cmdline"] or ())]
+
+
+@pytest.fixture(scope="module")
+def pipeline(tmp_path_factory):
+    """The JSON of the same run as a pipeline of two stages."""
+    folder = tmp_path_factory.mktemp("pipeline")
+    config = run_folder(folder)
+    config["run"] |= {"max_steps": 6}
+    config |= {"parallel": {"engine": "ddp", "pp": 2}, "batch": {"global_size": 4, "micro_size": 1}}
+    return write_json(folder / "run.json", config)
+
+
+@pytest.mark.slow
+@pytest.mark.case("F8")
+@pytest.mark.parametrize(
+    ("launcher", "way", "words", "limit_s"),
+    [
+        ("torchrun", "raises in a forward pass", "ValueError: boom", 15),
+        ("torchrun", "is killed in a forward pass", "its process ended without a word", 30),
+        ("deepspeed", "is killed in a forward pass", "its process ended without a word", 30),
+        ("torchrun", "sleeps in a forward pass", "is stuck, ", 30),
+    ],
+)
+def test_a_stage_that_fails_in_mid_step_is_named_and_ends_all(pipeline, launcher, way, words, limit_s):
+    launched, seconds = fail(pipeline, launcher, way)
+    text = launched.text.replace("[rank1]: ", "")
+    assert words in text
+    assert "rank 1 (stage 2 of 2), step 4, samples [" in text
+    assert seconds < limit_s
+    assert not left_over(pipeline), "processes of the run are still there"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,55 @@ def write_reference(folder: Path, optimizer: str, **shape: Any) -> None:
     (folder / "history.json").write_text(json.dumps(history))
 
 
+def write_bf16_reference(folder: Path, optimizer: str, autocast: bool, **shape: Any) -> None:
+    """As `write_reference`, computed in bf16 sample by sample, the gradients of samples summed in fp32.
+
+    Args:
+        folder: Where to write it.
+        optimizer: A key of `OPTIMIZERS`.
+        autocast: Whether parameters stay fp32 under autocast; else they are cast to bf16.
+        shape: Arguments of `tiny_llama`.
+    """
+    model = tiny_llama(**shape)
+    model.save_pretrained(folder / "checkpoint")
+    data = rows(model.config.vocab_size)
+    sampler = GlobalBatchSampler(len(data), GLOBAL, GLOBAL, seed=SEED)
+    step_size = _torch_optimizer(model, optimizer)
+    history: dict[str, list[float]] = {"losses": [], "norms": []}
+    for step in range(STEPS):
+        batches = [collate([data[i]]) for i in sampler.global_batch(step)]
+        total = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in batches)
+        computed = model if autocast else deepcopy(model).bfloat16()
+        sums = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+        loss_sum = 0.0
+        for batch in batches:
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                logits = computed(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+            loss = torch.nn.functional.cross_entropy(
+                logits[:, :-1].float().flatten(0, 1),
+                batch["labels"][:, 1:].flatten(),
+                ignore_index=-100,
+                reduction="sum",
+            )
+            (loss / total).backward()
+            loss_sum += loss.item()
+            for name, p in computed.named_parameters():
+                sums[name] += p.grad.float()
+                p.grad = None
+        save_file(sums, folder / f"gradients-{step}.safetensors")
+        norm = torch.sqrt(sum((g.double() ** 2).sum() for g in sums.values()))
+        for name, p in model.named_parameters():
+            p.grad = sums[name]
+        torch.nn.utils.clip_grads_with_norm_(model.parameters(), CLIP, norm)
+        assert norm > CLIP, "clipping must act"
+        history["losses"].append(loss_sum / total)
+        history["norms"].append(norm.item())
+        step_size.step()
+        step_size.zero_grad()
+    save_file({name: p.detach() for name, p in model.named_parameters()}, folder / "weights.safetensors")
+    (folder / "history.json").write_text(json.dumps(history))
+
+
 def _torch_optimizer(model: LlamaForCausalLM, name: str) -> torch.optim.Optimizer:
     keys = dict(OPTIMIZERS[name])
     decay = keys.pop("weight_decay", 0.0)
@@ -103,6 +153,12 @@ class Recorder(Callback):
         reference: What `write_reference` wrote.
     """
 
+    loss_tolerance, norm_tolerance = LOSS_TOLERANCE, GRADIENT_TOLERANCE
+
+    def gradient_tolerance(self, step: int, name: str) -> float:
+        """Of the tensor's largest element."""
+        return GRADIENT_TOLERANCE
+
     def __init__(self, reference: Path) -> None:
         self.reference = reference
         self.history = json.loads((reference / "history.json").read_text())
@@ -117,7 +173,9 @@ class Recorder(Callback):
             seen.add(name)
             error = _relative_error(grad, expected[name])
             self.largest_gradient_error = max(self.largest_gradient_error, error)
-            assert error <= GRADIENT_TOLERANCE, f"step {step}: gradient of {name} is off by {error:.2e}"
+            assert error <= self.gradient_tolerance(step, name), (
+                f"step {step}: gradient of {name} is off by {error:.2e}"
+            )
         assert seen == set(expected), f"gradients missing: {set(expected) - seen}"
 
     def on_step_end(self, trainer: Any) -> None:
@@ -125,18 +183,19 @@ class Recorder(Callback):
         step = trainer.state.global_step - 1
         for what, got in (("losses", trainer.state.loss), ("norms", trainer.state.grad_norm)):
             expected = self.history[what][step]
-            tolerance = LOSS_TOLERANCE if what == "losses" else GRADIENT_TOLERANCE
+            tolerance = self.loss_tolerance if what == "losses" else self.norm_tolerance
             assert abs(got - expected) <= tolerance * abs(expected), f"step {step}: {what} {got!r} != {expected!r}"
 
 
-def compare_weights(trainer: Any, reference: Path, optimizer: str) -> float:
+def compare_weights(trainer: Any, reference: Path, optimizer: str, tolerance: float | None = None) -> float:
     """The largest relative error of the final weights; every tensor must have moved."""
+    tolerance = WEIGHT_TOLERANCE[optimizer] if tolerance is None else tolerance
     expected = load_file(reference / "weights.safetensors")
     initial = load_file(reference / "checkpoint" / "model.safetensors")
     worst = 0.0
     for name, value in trainer.engine.full_parameters():
         error = _relative_error(value, expected.pop(name))
-        assert error <= WEIGHT_TOLERANCE[optimizer], f"weight {name} is off by {error:.2e}"
+        assert error <= tolerance, f"weight {name} is off by {error:.2e}"
         assert not torch.equal(value, initial[name]), f"{name} did not move"
         worst = max(worst, error)
     assert not expected, f"weights missing: {sorted(expected)}"

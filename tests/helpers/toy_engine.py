@@ -38,8 +38,14 @@ class ToyEngine:
     def number_format(self):
         return nullcontext()
 
+    def scaled(self, loss):
+        return loss
+
     def backward(self, loss):
         loss.backward()
+
+    def pipeline(self):
+        return nullcontext()
 
     def finish(self):
         norm = torch.nn.utils.get_total_norm([p.grad for p in self.module.parameters()])
@@ -76,6 +82,9 @@ class ToyEngine:
 
     def parameter_hash(self):
         return None
+
+    def shared_parameters(self):
+        return {}
 
     def facts(self):
         return EngineFacts("Toy", "SGD", None, 1, "cpu", "cpu", 0, 0, 0, "fp32")

@@ -56,6 +56,9 @@ class Outcome:
     error: float = 0.0
     share: float = 1.0
 
+    def __str__(self) -> str:
+        return f"{self.verdict}: {self.reason}" if self.reason else self.verdict
+
 
 def compare_all(types: list[str], tp_plan: dict[str, str] | None = None) -> dict[str, tuple[Outcome, Outcome]]:
     """Holds model types on this world's ranks, one tensor group, to one process.
@@ -95,7 +98,7 @@ def _compare_type(model_type: str, parallel: ParallelConfig, mesh: Mesh) -> Outc
 def _compare(cls: Any, config: Any, plan: TensorPlan, parallel: ParallelConfig, mesh: Mesh) -> Outcome:
     torch.manual_seed(0)
     whole = cls(deepcopy(config)).train()
-    _randomise(whole)
+    randomise(whole)
     batch = _batch()
     loss, gradients = _step(whole, batch, CrossEntropy())
     part = skeleton(lambda: cls(deepcopy(config)), torch.float32).train()
@@ -104,10 +107,10 @@ def _compare(cls: Any, config: Any, plan: TensorPlan, parallel: ParallelConfig, 
         _fill(part, LocalWeights(ModuleWeights(whole), split))
         cross_entropy = make_cross_entropy(part, split, mesh, 0.0)
         part_loss, part_gradients = _step(part, batch, cross_entropy)
-        errors = _differences({"logits": _logits(whole, batch)}, {"logits": _logits(part, batch)})
+        errors = differences({"logits": _logits(whole, batch)}, {"logits": _logits(part, batch)})
     except UserError as error:
         return Outcome("refused", error.rule)
-    errors |= _differences(gradients, dict(split.merged(part_gradients.items())))
+    errors |= differences(gradients, dict(split.merged(part_gradients.items())))
     errors["loss"] = abs(part_loss - loss) / abs(loss)
     problems = _not_cut(plan, part, whole, split, mesh.grid.tp_size)
     problems += [f"{name} is off by {error:.1e}" for name, error in errors.items() if not error <= TOLERANCE]
@@ -123,7 +126,7 @@ def _names(cls: Any, config: Any) -> list[str]:
     return [*(name for name, _ in model.named_modules()), *(name for name, _ in model.named_parameters())]
 
 
-def _randomise(model: nn.Module) -> None:
+def randomise(model: nn.Module) -> None:
     """Moves every parameter from its first value: of a bias that is 0 none would see that it is added twice."""
     for parameter in model.parameters():
         parameter.data += 0.05 * torch.randn_like(parameter)
@@ -184,7 +187,7 @@ def _is_part(local: tuple[int, ...], whole: tuple[int, ...], cut: Cut | None, si
     return cut is not None and prod(local) * whole[cut.dim] == prod(whole) * -(-whole[cut.dim] // size)
 
 
-def _differences(whole: dict[str, torch.Tensor], merged: dict[str, torch.Tensor]) -> dict[str, float]:
+def differences(whole: dict[str, torch.Tensor], merged: dict[str, torch.Tensor]) -> dict[str, float]:
     """Of each gradient, by its largest element; or by 1/1000 of the largest of all, where a gradient is 0 but for
     rounding, as that of a bias of keys is.
     """

@@ -12,7 +12,8 @@ from tests.helpers.launch import chats, write_jsonl
 
 SMOKE = Path(__file__).parents[2] / "ds_configs" / "smoke"
 CLASSES = {"deepspeed": "DeepSpeedEngine", "ddp": "DistributedDataParallel", "fsdp2": "FSDP2"}
-RANKS = {"fsdp2_hsdp.json": 4}
+CLASSES |= {"ddp of stages": "DDPEngine"}
+RANKS = {"fsdp2_hsdp.json": 4, "tp2_pp2_dp2.json": 8}
 
 
 def train(name: str, overrides: list[str]) -> tuple[int, str]:
@@ -26,19 +27,27 @@ def train(name: str, overrides: list[str]) -> tuple[int, str]:
 
 def check(world, name: str, folder: Path, **overrides: str) -> None:
     places = {
-        "model.path": make_checkpoint(folder / "checkpoint"),
+        "model.path": make_checkpoint(folder / "checkpoint", num_hidden_layers=4),  # As many as stages, at most.
         "data.train": write_jsonl(folder / "train.jsonl", chats()),
         "data.cache_dir": folder / "cache",
         "run.output_dir": folder / "out",
     }
-    engine, ranks = CLASSES[backend(load_config(SMOKE / name)[0])], RANKS.get(name, 2)
+    config, ranks = load_config(SMOKE / name)[0], RANKS.get(name, 2)
+    kind = "ddp of stages" if backend(config) == "ddp" and config.parallel.pp > 1 else backend(config)
     arguments = [f"{key}={value}" for key, value in (places | overrides).items()]
-    assert world(train, ranks, name, arguments) == [(2, engine)] * ranks
+    assert world(train, ranks, name, arguments) == [(2, CLASSES[kind])] * ranks
     _, info = AutoModelForCausalLM.from_pretrained(folder / "out" / "model", output_loading_info=True)
     assert not any(info.values()), info
 
 
-@pytest.mark.parametrize("name", sorted(path.name for path in SMOKE.glob("*.json") if "nvme" not in path.name))
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(path.name, marks=[pytest.mark.slow] if RANKS.get(path.name, 2) > 4 else [])
+        for path in sorted(SMOKE.glob("*.json"))
+        if "nvme" not in path.name
+    ],
+)
 def test_a_smoke_config_trains(world, tmp_path, name):
     check(world, name, tmp_path)
 

@@ -25,6 +25,14 @@ CONTEXTS = {
     "parallel.tp_plan": {"parallel": {"tp": 2}},
     "parallel.sequence_parallel": {"parallel": {"tp": 2}},
     "parallel.keep_gathered_input": {"parallel": {"tp": 2, "sequence_parallel": True}},
+    "parallel.pp": {"batch": {"global_size": 8}, "zero": {"stage": 1}},
+    "parallel.schedule": {"parallel": {"pp": 2}, "batch": {"accumulation": 4}, "zero": {"stage": 1}},
+    "parallel.virtual_stages": {
+        "parallel": {"pp": 2, "schedule": "interleaved_1f1b"},
+        "batch": {"accumulation": 4},
+        "zero": {"stage": 1},
+    },
+    "parallel.pp_split": {"parallel": {"pp": 2}, "zero": {"stage": 1}},
     "zero.offload_optimizer": {"zero": {"stage": 3, "offload_optimizer": NVME}},
     "zero.offload_optimizer.device": {},
     "zero.offload_optimizer.ratio": {
@@ -63,6 +71,10 @@ CONTEXTS = {
 # What these need on fsdp2 instead.
 ON_HOST = {"zero": {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}}
 FSDP2_CONTEXTS = {
+    "parallel.pp": {"batch": {"global_size": 8}},
+    "parallel.schedule": {"parallel": {"pp": 2}, "batch": {"accumulation": 4}},
+    "parallel.virtual_stages": {"parallel": {"pp": 2, "schedule": "interleaved_1f1b"}, "batch": {"accumulation": 4}},
+    "parallel.pp_split": {"parallel": {"pp": 2}},
     "zero.stage": {"zero": {"stage": 2}},
     "zero.offload_optimizer.pin_memory": ON_HOST,
     "zero.offload_param.pin_memory": ON_HOST,
@@ -91,6 +103,7 @@ def candidates(annotation):
         ["wandb"],
         {"dump_state": True},
         {"*": "replicate"},
+        [3, 2],
     ]
 
 

@@ -27,7 +27,7 @@ from ds_trainer.config.resolved import Machine
 from ds_trainer.errors import ConfigError, ConfigErrors
 from ds_trainer.ingredients import config_of_arguments
 from ds_trainer.optim import lr_factor
-from tests.test_configs_shipped import FOLDER, MACHINES, TABLE, WITHOUT_TP
+from tests.test_configs_shipped import FOLDER, MACHINES, TABLE, WHOLE_MODELS
 
 CPU = Machine(2, "cpu", ("fp32",), "a CPU")
 GPU = Machine(2, "cuda", ("fp32", "bf16", "fp16"), "a GPU")
@@ -382,7 +382,7 @@ def test_every_key_of_a_run_has_an_argument_or_a_reason():
         assert said or reason(key) in UNSAID
 
 
-@pytest.mark.parametrize("name", WITHOUT_TP)
+@pytest.mark.parametrize("name", WHOLE_MODELS)
 def test_a_shipped_config_survives_the_way_there_and_back(arguments, name):
     ranks = int(next(row[1] for row in TABLE if row[0].startswith(f"[{name}]")))
     machine, on_gpus = MACHINES[Path(name).parent.name](ranks), []

@@ -290,7 +290,7 @@ def test_show_prints_heads_widths_and_vocabulary_per_rank(checkpoint, capsys, mo
         assert main(["config", "show", str(tmp_path / "run.json"), "--world", "8", "--set", f"parallel.tp={tp}"]) == 0
         text = capsys.readouterr().out
         assert ("the model on each of 4 tensor ranks" in text and "3 of 68 are padding" in text) is shown
-        assert ("of its tensor rank's part that each of 2 data ranks keeps" in text) is shown
+        assert ("of its part of the model that each of 2 data ranks keeps" in text) is shown
 
 
 def test_check_refuses_what_does_not_divide_without_loading_torch(checkpoint, capsys, tmp_path):

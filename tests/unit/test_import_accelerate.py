@@ -22,7 +22,7 @@ from tests.helpers.foreign_configs import (
     ACCELERATE_FSDP1,
     HF_ZERO3,
 )
-from tests.test_configs_shipped import WITHOUT_TP, resolved
+from tests.test_configs_shipped import WHOLE_MODELS, resolved
 
 
 def imported(text, folder=Path()):
@@ -200,10 +200,19 @@ def test_what_an_fsdp_file_leaves_out_is_as_accelerate_has_it():
         ({"distributed_type": "MULTI_XPU"}, "distributed_type", "changed", "CUDA"),
         ({"distributed_type": "MEGATRON_LM"}, "distributed_type", "dropped", "set parallel.engine"),
         (
-            {"distributed_type": "MEGATRON_LM", "megatron_lm_config": {"megatron_lm_pp_degree": 2}},
-            "megatron_lm_config.megatron_lm_pp_degree",
+            {"distributed_type": "MEGATRON_LM", "megatron_lm_config": {"megatron_lm_use_distributed_optimizer": True}},
+            "megatron_lm_config.megatron_lm_use_distributed_optimizer",
             "dropped",
             "Megatron-LM",
+        ),
+        (
+            {
+                "distributed_type": "MEGATRON_LM",
+                "megatron_lm_config": {"megatron_lm_num_layers_per_virtual_pipeline_stage": 2},
+            },
+            "megatron_lm_config.megatron_lm_num_layers_per_virtual_pipeline_stage",
+            "dropped",
+            "set parallel.schedule to interleaved_1f1b and parallel.virtual_stages",
         ),
         (
             {"distributed_type": "MULTI_GPU", "megatron_lm_config": {"megatron_lm_tp_degree": 2}},
@@ -227,7 +236,7 @@ def test_what_an_fsdp_file_leaves_out_is_as_accelerate_has_it():
             {"distributed_type": "FSDP", "parallelism_config": {"parallelism_config_cp_size": 2}},
             "parallelism_config.parallelism_config_cp_size",
             "dropped",
-            "data and tensor parallelism only",
+            "sequences are not cut",
         ),
         ({"distributed_type": "NO", "dynamo_backend": "EAGER"}, "dynamo_backend", "changed", "inductor"),
         ({"distributed_type": "NO", "num_processes": 8}, "num_processes", "dropped", "torchrun"),
@@ -322,7 +331,7 @@ NO_WORD = {
 """Key and value that the YAML says less exactly -> what it says."""
 
 
-@pytest.mark.parametrize("name", WITHOUT_TP)
+@pytest.mark.parametrize("name", WHOLE_MODELS)
 def test_a_shipped_config_comes_back_from_accelerates_yaml(name):
     run = resolved(name)
     found = imported(yaml.safe_dump(to_accelerate_yaml(run)))
@@ -333,6 +342,12 @@ def test_a_shipped_config_comes_back_from_accelerates_yaml(name):
     for key in said - {"parallel.engine"}:
         item = value(run.config, key)
         assert back[key] == NO_WORD.get((key, item), item), key
+
+
+def test_megatrons_pipeline_is_carried_with_its_micro_batches():
+    section = {"megatron_lm_pp_degree": 4, "megatron_lm_num_micro_batches": 16, "megatron_lm_tp_degree": 1}
+    found = tree({"distributed_type": "MEGATRON_LM", "megatron_lm_config": section})
+    assert (found["parallel"]["pp"], found["batch"]) == (4, {"accumulation": 16})
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from ds_trainer.errors import ConfigError
 from ds_trainer.optim import lr_factor
 from tests.helpers.deepspeed_reads import accept
 from tests.helpers.foreign_configs import DEEPSPEED_FILES
-from tests.test_configs_shipped import WITHOUT_TP, resolved
+from tests.test_configs_shipped import WHOLE_MODELS, resolved
 
 GPU = Machine(2, "cuda", ("fp32", "bf16", "fp16"), "a GPU")
 
@@ -295,7 +295,7 @@ def test_the_schedule_is_deepspeeds_but_for_the_step_that_is_reported(kind, para
     assert "one step later" in line(native, "scheduler.type").note
 
 
-ON_DEEPSPEED = [name for name in WITHOUT_TP if "ddp" not in name and "fsdp2" not in name and "accelerate" not in name]
+ON_DEEPSPEED = [name for name in WHOLE_MODELS if "ddp" not in name and "fsdp2" not in name and "accelerate" not in name]
 MAPPED = [key for key in leaf_fields() if coverage(key, "deepspeed").status == "mapped"]
 
 
@@ -388,3 +388,29 @@ def test_optimizer_and_schedule_come_back_from_a_standalone_json(schedule, optim
     keys.remove("optimizer.decay_norms_and_biases")  # DeepSpeed has no such choice: it decays all it is given
     assert values(back, keys) == values(run, keys)
     assert back.config.optimizer.decay_norms_and_biases
+
+
+PIPELINE = [
+    ("stages", 4, "carried", "num_stages"),
+    ("stages", 1, "carried", "num_stages"),
+    ("stages", "auto", "carried", "set parallel.pp"),
+    ("partition", "best", "carried", "balanced by what their layers cost"),
+    ("partition", "uniform", "changed", "parallel.pp_split"),
+    ("activation_checkpoint_interval", 0, "carried", "off here too"),
+    ("activation_checkpoint_interval", 1, "carried", ""),
+    ("activation_checkpoint_interval", 2, "changed", "by itself"),
+    ("seed_layers", True, "dropped", "read from a checkpoint"),
+    ("pipe_partitioned", True, "dropped", "parallel.sequence_parallel"),
+    ("grad_partitioned", True, "dropped", "parallel.sequence_parallel"),
+    ("use_reentrant", False, "dropped", "nothing is lost"),
+]
+
+
+@pytest.mark.parametrize("name, item, fate, part", PIPELINE)
+def test_every_key_of_deepspeeds_pipeline_is_reported(name, item, fate, part):
+    native = {"pipeline": {name: item}, "zero_optimization": {"stage": 1}}
+    found = line(native, f"pipeline.{name}")
+    assert found.fate == fate and part in found.note
+    config = load_config(imported(native).tree)[0]
+    assert config.parallel.pp == (4 if item == 4 else 1)
+    assert config.model.gradient_checkpointing is (name == "activation_checkpoint_interval" and item > 0)

@@ -238,13 +238,25 @@ def _carry_kind(found: Imported, kind: str, item: Any) -> None:
 
 def _carry_megatron(found: Imported, native: Mapping[str, Any], key: str, item: Any) -> None:
     """What of Megatron-LM's settings is there on the engines here as well."""
-    cuts = native["megatron_lm_config"].get("megatron_lm_tp_degree", 1) != 1
+    section = native["megatron_lm_config"]
+    cuts = section.get("megatron_lm_tp_degree", 1) != 1
+    has_stages = section.get("megatron_lm_pp_degree", 1) != 1
     match key.rpartition(".")[2].removeprefix("megatron_lm_"):
         case "tp_degree":
             found.carry(key, item, {"parallel.tp": item}, "ds_trainer cuts the layers, on the engine itself")
         case "sequence_parallelism":
             note = "" if cuts else "there is nothing to cut at megatron_lm_tp_degree 1"
             found.carry(key, item, {"parallel.sequence_parallel": item} if cuts else {}, note)
+        case "pp_degree":
+            note = "ds_trainer runs the stages, on the engine itself" if has_stages else "there is none here either"
+            found.carry(key, item, {"parallel.pp": item} if has_stages else {}, note)
+        case "num_micro_batches":
+            found.carry(key, item, {"batch.accumulation": item})
+        case "num_layers_per_virtual_pipeline_stage":
+            stages = "the number of layers / (this number x parallel.pp)"
+            found.drop(key, item, f"set parallel.schedule to interleaved_1f1b and parallel.virtual_stages to {stages}")
+        case "decoder_last_pipeline_num_layers":
+            found.drop(key, item, "stages are balanced by what their layers cost; parallel.pp_split deals them out")
         case _:
             found.drop(key, item, "Megatron-LM is no engine of ds_trainer; set parallel.engine")
 

@@ -78,7 +78,7 @@ def carry_parallelism(found: Imported, key: str, item: Any) -> None:
     elif name == "tp_size":
         found.carry(key, item, {"parallel.tp": item}, "ds_trainer cuts the layers, on the engine itself")
     else:
-        found.drop(key, item, "there is data and tensor parallelism only; put its ranks into parallel.dp_shard")
+        found.drop(key, item, "sequences are not cut over ranks here; put its ranks into parallel.dp_shard")
 
 
 def keep_fsdp_defaults(found: Imported, native: Mapping[str, Any]) -> None:

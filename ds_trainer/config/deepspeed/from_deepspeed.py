@@ -85,6 +85,17 @@ _AUTO_TP_GONE = {
 }
 """Key of AutoTP, or section in it -> why it is left out."""
 
+_PIPELINE = "pipeline."
+_PIPELINE_GONE = {
+    "seed_layers": "layers are read from a checkpoint, and not initialised",
+    "use_reentrant": "layers are recomputed without re-entering autograd: nothing is lost",
+    **dict.fromkeys(
+        ("pipe_partitioned", "grad_partitioned"),
+        "what stages send one another is cut over the tensor ranks with parallel.sequence_parallel",
+    ),
+}
+"""Key of DeepSpeed's pipeline -> why it is left out."""
+
 _OURS = unified_keys() | OPTIMIZER_KEYS
 _FORMATS = ("bf16", "fp16", "torch_autocast", "amp")
 
@@ -216,6 +227,8 @@ def _carry(found: Imported, flat: Native, key: str, item: Any) -> None:
     ours = _OURS.get(key, "")
     if item in (None, {}, []):
         found.carry(key, item, {}, "says nothing")
+    elif key.startswith(_PIPELINE):
+        _carry_pipeline(found, key, item)
     elif item == "auto":
         found.lines.append(Line(key, item, "carried", (ours,) if ours else (), _auto(ours)))
     elif section == "optimizer":
@@ -272,6 +285,25 @@ def _carry_auto_tp(found: Imported, key: str, item: Any) -> None:
         found.carry(key, item, {}, note, changed=item != here)
     else:
         found.drop(key, item, _AUTO_TP_GONE.get(name.partition(".")[0], _BY_PLAN))
+
+
+def _carry_pipeline(found: Imported, key: str, item: Any) -> None:
+    match key.removeprefix(_PIPELINE):
+        case "stages" if type(item) is int:
+            note = "DeepSpeed itself goes by its PipelineModule's num_stages"
+            found.carry(key, item, {} if item == 1 else {"parallel.pp": item}, note)
+        case "stages":
+            found.carry(key, item, {}, "DeepSpeed goes by its PipelineModule's num_stages; set parallel.pp to that")
+        case "partition":
+            note = "stages are balanced by what their layers cost; parallel.pp_split deals them out otherwise"
+            found.carry(key, item, {}, note, changed=item != "best")
+        case "activation_checkpoint_interval" if item:
+            note = "" if item == 1 else "each layer is recomputed by itself"
+            found.carry(key, item, {"model.gradient_checkpointing": True}, note, changed=bool(note))
+        case "activation_checkpoint_interval":
+            found.carry(key, item, {}, "off here too")
+        case name:
+            found.drop(key, item, _PIPELINE_GONE.get(name, "DeepSpeed does not read it: nothing is lost"))
 
 
 def _carry_format(found: Imported, flat: Native, key: str, item: Any) -> None:

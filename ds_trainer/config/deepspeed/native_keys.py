@@ -38,7 +38,7 @@ REFUSED = {
     "data_efficiency": (_OWN_LOADER, "remove it"),
     "checkpoint": (_OWN_CHECKPOINTS, "remove it"),
     "datastates_ckpt": (_OWN_CHECKPOINTS, "remove it"),
-    "pipeline": (_LAYOUT, "remove it"),
+    "pipeline": ("ds_trainer runs its own pipeline, on every engine", "set parallel.pp"),
     "tensor_parallel": ("ds_trainer cuts the layers itself, on every engine", "set parallel.tp"),
     "expert_parallel": (_LAYOUT, "remove it"),
     "use_data_before_expert_parallelism": (_LAYOUT, "remove it"),

@@ -74,17 +74,28 @@ def standalone_notes(config: RunConfig) -> list[str]:
             "parallel.tp: written as DeepSpeed's AutoTP, which finds the layers itself and cuts a model that every "
             "rank has in host memory; parallel.tp_plan and parallel.sequence_parallel are lost"
         )
+    if config.parallel.pp > 1:
+        notes.append(
+            "parallel.pp: there is no key for it; DeepSpeed's own pipeline takes a PipelineModule, a model written as "
+            "a list of layers, with num_stages, and runs it as 1f1b"
+        )
     return notes
 
 
 def native_notes(config: RunConfig) -> list[str]:
     """What the JSON that ds_trainer hands to DeepSpeed leaves to other arguments, one line each."""
-    if config.parallel.tp == 1:
-        return []
-    return [
-        f"parallel.tp {config.parallel.tp}: ds_trainer cuts the layers and tells DeepSpeed so by an mpu, for which "
-        "there is no key; for DeepSpeed alone use --standalone"
-    ]
+    notes = []
+    if config.parallel.tp > 1:
+        notes.append(
+            f"parallel.tp {config.parallel.tp}: ds_trainer cuts the layers and tells DeepSpeed so by an mpu, for which "
+            "there is no key; for DeepSpeed alone use --standalone"
+        )
+    if config.parallel.pp > 1:
+        notes.append(
+            f"parallel.pp {config.parallel.pp}: ds_trainer runs the stages, and DeepSpeed sees those of one rank as a "
+            "model, by an mpu, for which there is no key"
+        )
+    return notes
 
 
 def _precision(config: RunConfig) -> dict[str, Any]:

@@ -72,7 +72,8 @@ def _zero_stages(config: RunConfig, asked: Asked) -> Iterator[ConfigError]:
                 f"remove zero.{name} or set zero.stage to {stages[0]}",
             )
     for (section, device), stages in OFFLOAD_STAGES.items():
-        if getattr(config.zero, section).device == device and stage not in stages:
+        is_refused_anyway = device == "nvme" and config.parallel.pp > 1  # Whatever the stage.
+        if getattr(config.zero, section).device == device and stage not in stages and not is_refused_anyway:
             key = f"zero.{section}.device"
             yield ConfigError(
                 f"{asked.says(key)} and {asked.says('zero.stage')}",

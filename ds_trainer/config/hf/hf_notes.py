@@ -16,6 +16,7 @@ _BY_HOOK = "call register_comm_hook on the wrapped model"
 _BY_RESIZE = "call model.resize_token_embeddings"
 
 _TENSOR_PARALLEL = tuple(f"parallel.{name}" for name in ("tp", "tp_plan", "sequence_parallel", "keep_gathered_input"))
+_PIPELINE = tuple(f"parallel.{name}" for name in ("pp", "schedule", "virtual_stages", "pp_split"))
 
 UNSAID = {
     "data": "it is handed tokenised data sets and a collator",
@@ -24,6 +25,7 @@ UNSAID = {
     "model.allow_pickle": "from_pretrained reads pickled weights without asking",
     "parallel.dp_replicate": "pass TrainingArguments(parallelism_config=...)",
     **dict.fromkeys(_TENSOR_PARALLEL, "its tensor parallelism is another, and cannot save the optimizer's state"),
+    **dict.fromkeys(_PIPELINE, "its pipeline parallelism runs forward passes only"),
     "fsdp.buffer_dtype": _NOTHING,
     "fsdp.pin_memory": "accelerate's own choice applies",
     "fsdp.prefetch_depth": _NOTHING,

@@ -57,8 +57,10 @@ def to_hf(resolved: ResolvedConfig) -> HFArguments:
     config, engine = resolved.config, backend(resolved.config)
     if engine not in ("deepspeed", "fsdp2", "ddp"):
         raise _no_such(f"parallel.engine is {engine!r}", "it runs on deepspeed, fsdp2 and ddp", "set one of them")
-    if config.parallel.tp > 1:
-        raise _no_such(f"parallel.tp is {config.parallel.tp}", UNSAID["parallel.tp"], "set parallel.tp to 1")
+    for axis in ("tp", "pp"):
+        key, size = f"parallel.{axis}", getattr(config.parallel, axis)
+        if size > 1:
+            raise _no_such(f"{key} is {size}", UNSAID[key], f"set {key} to 1")
     if config.run.device == "cpu" and engine == "fsdp2":
         rule = "accelerate, which it calls, runs FSDP2 on GPUs only"
         found = f"FSDP2 on a CPU ({_ENGINE} {config.parallel.engine}, run.device cpu)"

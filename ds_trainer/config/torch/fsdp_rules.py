@@ -115,6 +115,8 @@ def _reshard(config: RunConfig, asked: Asked) -> tuple[bool | int, str]:
         return config.zero.zero_hpz_partition_size, "zero.zero_hpz_partition_size"
     if asked("zero.stage") and config.zero.stage in _STAGES:
         return _STAGES[config.zero.stage], f"zero.stage {config.zero.stage}"
+    if config.parallel.pp > 1:
+        return False, "micro-batches pass through a stage both ways: freed parameters would be gathered for each anew"
     return True, "least memory, as fully_shard does"
 
 

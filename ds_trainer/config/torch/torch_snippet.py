@@ -23,9 +23,9 @@ _LOOP = """
 def fsdp2_snippet(resolved: ResolvedConfig) -> str:
     """A file whose `wrap(model)` shards as the fsdp2 engine does."""
     config, arguments = resolved.config, fsdp2_arguments(resolved)
-    tp = config.parallel.tp
-    mesh = _mesh(config, arguments.mesh | ({"tp": tp} if tp > 1 else {}))
-    cut_over = f"[{_tuple(arguments.mesh)}]" if tp > 1 else ""
+    axes = _model_axes(config, arguments.mesh)
+    mesh = _mesh(config, axes)
+    cut_over = f"[{_tuple(arguments.mesh)}]" if axes != arguments.mesh else ""
     policy = f"param_dtype={_dtype(arguments.param_dtype)}, reduce_dtype={_dtype(arguments.reduce_dtype)}"
     offload = f"CPUOffloadPolicy(pin_memory={arguments.pin_memory})" if arguments.cpu_offload else "OffloadPolicy()"
     reshard = arguments.reshard_after_forward
@@ -35,7 +35,7 @@ def fsdp2_snippet(resolved: ResolvedConfig) -> str:
         "from torch.distributed.device_mesh import init_device_mesh",
         "from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard",
         "",
-        *_cut_before(tp),
+        *_cut_before(config),
         "",
         "def wrap(model):",
         '    """Cuts a model with fp32 parameters, block by block, then what is left."""',
@@ -72,9 +72,9 @@ def ddp_snippet(resolved: ResolvedConfig) -> str:
     """A file whose `wrap(model)` replicates as the ddp engine does."""
     config = resolved.config
     options = ", ".join(f"{name}={value!r}" for name, value in ddp_arguments(resolved).items())
-    tp, group = config.parallel.tp, []
-    if tp > 1:
-        mesh = _mesh(config, {"dp": resolved.data_ranks, "tp": tp})
+    data, group = {"dp": resolved.data_ranks}, []
+    if (axes := _model_axes(config, data)) != data:
+        mesh = _mesh(config, axes)
         group, options = [f'    group = {mesh}["dp"].get_group()'], f"{options}, process_group=group"
     lines = [
         "import torch",
@@ -82,7 +82,7 @@ def ddp_snippet(resolved: ResolvedConfig) -> str:
         *(["from torch.distributed.device_mesh import init_device_mesh"] if group else []),
         "from torch.nn.parallel import DistributedDataParallel",
         "",
-        *_cut_before(tp),
+        *_cut_before(config),
         "",
         "def wrap(model):",
         '    """Replicates a model with fp32 parameters, which lies on its device."""',
@@ -112,15 +112,27 @@ def _tuple(names: Iterable[str]) -> str:
     return f"({', '.join(map(json.dumps, names))},)"
 
 
-def _cut_before(tp: int) -> list[str]:
-    """What tensor parallelism leaves to the loop: torch has no counterpart on a transformers model."""
-    if tp == 1:
-        return []
-    return [
-        f"# Tensor parallelism is ds_trainer's own: hand over a model whose layers are cut over {tp} ranks, and count",
-        "# parts of one parameter once in the global norm; ranks that share a model get the same samples.",
-        "",
-    ]
+def _model_axes(config: RunConfig, data: Mapping[str, int]) -> dict[str, int]:
+    """The data axes between those of the ranks that share a copy of the model."""
+    pp, tp = config.parallel.pp, config.parallel.tp
+    return ({"pp": pp} if pp > 1 else {}) | dict(data) | ({"tp": tp} if tp > 1 else {})
+
+
+def _cut_before(config: RunConfig) -> list[str]:
+    """What tensor and pipeline parallelism leave to the loop: torch has no counterpart on a transformers model."""
+    pp, tp = config.parallel.pp, config.parallel.tp
+    lines = []
+    if tp > 1:
+        lines += [
+            f"# Tensor parallelism is ds_trainer's own: hand over a model whose layers are cut over {tp} ranks, and",
+            "# count parts of one parameter once in the norm; ranks that share a model get the same samples.",
+        ]
+    if pp > 1:
+        lines += [
+            f"# The pipeline is ds_trainer's own: hand over a model that is one of {pp} stages, run the micro-batches",
+            f"# through them in the order {config.parallel.schedule}, and take the norm over all of them.",
+        ]
+    return [*lines, ""] if lines else []
 
 
 def _dtype(name: str | None) -> str:

@@ -1,4 +1,7 @@
-"""A run on two ranks, one of which fails after step 3: `fail_at_step_3.py <run.json> <way>`, under any launcher."""
+"""A run on two ranks, one of which fails after step 3: `fail_at_step_3.py <run.json> <way>`, under any launcher.
+
+With " in a forward pass" behind the way it fails in the middle of step 4.
+"""
 
 import os
 import signal
@@ -26,6 +29,9 @@ ON_RANK_1 = {
 }
 
 
+IN_FORWARD = " in a forward pass"
+
+
 class Fail(Callback):
     def __init__(self, way):
         self.way = way
@@ -34,12 +40,19 @@ class Fail(Callback):
         if trainer.state.global_step != 3:
             return
         rank = int(os.environ["RANK"])
+        if self.way.endswith(IN_FORWARD) and rank == 1:
+            self.way = self.way.removesuffix(IN_FORWARD)
+            trainer.run.model.model.layers[-1].mlp.register_forward_hook(self.fail)
+            return
         if self.way == "saves alone" and rank == 0:
             print("failing now", flush=True)
             trainer.save_model()
         elif self.way in ON_RANK_1 and rank == 1:
-            print("failing now", flush=True)
-            ON_RANK_1[self.way]()
+            self.fail()
+
+    def fail(self, *_):
+        print("failing now", flush=True)
+        ON_RANK_1[self.way]()
 
 
 if __name__ == "__main__":

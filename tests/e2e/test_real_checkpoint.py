@@ -1,4 +1,4 @@
-"""SmolLM2-135M, whose 9 heads and 3 KV heads three tensor ranks share, trains as it does in one process."""
+"""SmolLM2-135M trains in every layout as it does in one process: its 9 heads and 3 KV heads suit three tensor ranks."""
 
 import subprocess
 import sys
@@ -23,12 +23,12 @@ def checkpoint():
     return folder
 
 
-def config(folder: Path, checkpoint: Path, out: str, tp: int, **sections) -> Path:
+def config(folder: Path, checkpoint: Path, out: str, parallel: dict, **sections) -> Path:
     """JSON of three steps over four short conversations each."""
     run = {
         "model": {"path": str(checkpoint)},
         "data": {"train": write_jsonl(folder / "train.jsonl", chats(12)), "cache_dir": str(folder / "cache")},
-        "parallel": {"engine": "ddp", "tp": tp},
+        "parallel": {"engine": "ddp"} | parallel,
         "precision": {"dtype": "fp32"},
         "batch": {"global_size": 4, "micro_size": 4},
         # Adam would divide near-zero gradients by themselves, and so blow rounding up to the size of the learning rate.
@@ -56,18 +56,28 @@ def steps(folder: Path) -> list[tuple[float, float]]:
 def one_process(tmp_path_factory, checkpoint):
     """Folder of a run that one process took."""
     folder = tmp_path_factory.mktemp("one")
-    ran = python(TRAIN, "--config", config(folder, checkpoint, "out", 1))
+    ran = python(TRAIN, "--config", config(folder, checkpoint, "out", {}))
     assert ran.code == 0, ran.text
     return folder / "out"
 
 
-@pytest.mark.case("D13", "I1")
-@pytest.mark.parametrize("sections", [{}, {"sequence_parallel": True}], ids=["plain", "sequence parallel"])
-def test_three_tensor_ranks_take_the_steps_of_one_process_and_export_its_weights(
-    tmp_path, checkpoint, one_process, sections
-):
-    parallel = {"engine": "ddp", "tp": 3, **sections}
-    ran = torchrun(3, config(tmp_path, checkpoint, "out", 3, parallel=parallel))
+LAYOUTS = {
+    "tp 3": (3, {"tp": 3}, {}),
+    "tp 3 with sequence parallelism": (3, {"tp": 3, "sequence_parallel": True}, {}),
+    "pp 2": (2, {"pp": 2}, {"batch": {"global_size": 4, "micro_size": 1}}),
+    "pp 2 x dp 2 with ZeRO-1": (
+        4,
+        {"engine": "deepspeed", "pp": 2},
+        {"batch": {"global_size": 4, "micro_size": 1}, "zero": {"stage": 1}},
+    ),
+}
+
+
+@pytest.mark.case("D3", "D11", "D13", "I1", "I8")
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_takes_the_steps_of_one_process_and_exports_its_weights(tmp_path, checkpoint, one_process, layout):
+    ranks, parallel, sections = LAYOUTS[layout]
+    ran = torchrun(ranks, config(tmp_path, checkpoint, "out", parallel, **sections))
     assert ran.code == 0, ran.text
     expected = steps(one_process)
     assert len(expected) == 3 and expected[-1][0] < expected[0][0], "the model must learn"
@@ -80,11 +90,13 @@ def test_three_tensor_ranks_take_the_steps_of_one_process_and_export_its_weights
     assert largest_difference(theirs, {name: value.float() for name, value in before.items()}) > 1e-3
     assert largest_difference(ours, theirs) < 1e-6
     assert {value.dtype for value in ours.values()} == {torch.float32}
+    folders = one_process / "model", tmp_path / "out" / "model"
+    assert len({tuple(sorted((file.name, file.stat().st_size) for file in f.iterdir())) for f in folders}) == 1
 
 
 @pytest.mark.case("I1")
 def test_two_tensor_ranks_are_refused_with_the_sizes_that_work(tmp_path, checkpoint):
-    ran = torchrun(2, config(tmp_path, checkpoint, "out", 2))
+    ran = torchrun(2, config(tmp_path, checkpoint, "out", {"tp": 2}))
     assert ran.code != 0
     assert "parallel.tp is 2, and the model has 9 attention heads" in ran.text
     assert "set parallel.tp to a size that works: 1, 3" in ran.text

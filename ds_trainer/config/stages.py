@@ -1,0 +1,145 @@
+"""Which layers of a model each stage of a run's pipeline gets, and what a rank then holds of it. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import prod
+from typing import Any
+
+from ds_trainer.config.asked import Asked
+from ds_trainer.config.schema import ParallelConfig, RunConfig
+from ds_trainer.config.tensor_rules import shares_of
+from ds_trainer.errors import ConfigError
+from ds_trainer.models.spec import ModelSpec
+from ds_trainer.pipeline.costs import ModelParts, Ranges
+from ds_trainer.pipeline.partition import partition, split_of
+from ds_trainer.pipeline.schedules import default_virtual_stages, refusal, stages_of
+
+_USUAL_POSITIONS = 2048
+"""Where `data.max_length` is not set: samples are as a rule much shorter than all that a model can take."""
+
+
+def virtual_stages(parallel: ParallelConfig) -> int:
+    """Stages on each rank."""
+    return parallel.virtual_stages or default_virtual_stages(parallel.schedule)
+
+
+def num_stages(parallel: ParallelConfig) -> int:
+    """Stages of the pipeline."""
+    return parallel.pp * virtual_stages(parallel)
+
+
+def refused_stages(parallel: ParallelConfig) -> tuple[str, str, str] | None:
+    """Found, rule and change of a number of stages on each rank that the schedule does not have; None: it has."""
+    microbatches = 4 * parallel.pp  # As many as any schedule takes: what is refused then are the stages.
+    return refusal(parallel.schedule, parallel.pp, virtual_stages(parallel), microbatches)
+
+
+def positions(config: RunConfig, max_positions: int | None) -> int:
+    """The length of sequences at which layers are weighed against the head.
+
+    Args:
+        config: The run.
+        max_positions: Longest sequence of the model; None: it has no limit.
+    """
+    return config.data.max_length or min(_USUAL_POSITIONS, max_positions or _USUAL_POSITIONS)
+
+
+def parts_of(spec: ModelSpec) -> ModelParts | None:
+    """The parts of a checkpoint; None where its headers do not tell them."""
+    parts = ModelParts({name: tensor.shape for name, tensor in spec.distinct().items()}, spec.config)
+    return parts if parts.num_layers else None
+
+
+def check_stages(config: RunConfig, asked: Asked, num_layers: int) -> Iterator[ConfigError]:
+    """A model that has fewer layers than there are stages, or not as many as are dealt out."""
+    parallel, stages = config.parallel, num_stages(config.parallel)
+    if stages > num_layers:
+        several = f" x {virtual_stages(parallel)} stages on each rank" if stages > parallel.pp else ""
+        fewer = num_layers // parallel.pp
+        change = f"set parallel.pp to {num_layers} or less"
+        if fewer == 1:
+            change = "set parallel.schedule to 1f1b, which has one stage on each rank"
+        elif fewer > 1:
+            change = f"set parallel.virtual_stages to {fewer} or less"
+        yield ConfigError(
+            f"{asked.says('parallel.pp')}{several}, and the model has {num_layers} "
+            f"{'layers' if num_layers > 1 else 'layer'}",
+            "each stage has one layer at least",
+            change,
+        )
+    elif parallel.pp_split is not None and sum(parallel.pp_split) != num_layers:
+        yield ConfigError(
+            f"{asked.says('parallel.pp_split')}, {sum(parallel.pp_split)} layers, and the model has {num_layers}",
+            "each layer is on one stage",
+            f"set parallel.pp_split to {stages} numbers that add up to {num_layers}, or remove it",
+        )
+
+
+def deal_out(config: RunConfig, parts: ModelParts, max_positions: int | None) -> Ranges:
+    """The layers of every stage: as `parallel.pp_split` has them, or so that the slowest is as fast as can be.
+
+    Args:
+        config: A run that `check_stages` has nothing against.
+        parts: The model.
+        max_positions: Longest sequence of the model; None: it has no limit.
+    """
+    if config.parallel.pp_split is not None:
+        return split_of(config.parallel.pp_split)
+    return partition(parts.flops(positions(config, max_positions)), num_stages(config.parallel))
+
+
+def on_ranks(parallel: ParallelConfig, of_stages: tuple[float, ...]) -> list[float]:
+    """Sums over the stages that each pipeline rank holds."""
+    held = (stages_of(parallel.schedule, parallel.pp, virtual_stages(parallel), rank) for rank in range(parallel.pp))
+    return [sum(of_stages[stage] for stage in stages) for stages in held]
+
+
+def derive_stages(config: RunConfig, spec: ModelSpec | None) -> dict[str, tuple[Any, str]]:
+    """Open values of the pipeline -> value and reason; nothing where there is none, or it is refused.
+
+    Args:
+        config: A run that `check_stages` has nothing against.
+        spec: The checkpoint; None where it is not known.
+    """
+    parallel = config.parallel
+    if parallel.pp == 1 or refused_stages(parallel):
+        return {}
+    derived: dict[str, tuple[Any, str]] = {}
+    if parallel.virtual_stages is None:
+        derived["parallel.virtual_stages"] = (virtual_stages(parallel), f"what {parallel.schedule} has")
+    parts = None if spec is None else parts_of(spec)
+    if parallel.pp_split is None and spec is not None and parts is not None:
+        ranges = deal_out(config, parts, spec.max_positions)
+        length = positions(config, spec.max_positions)
+        of_stages = parts.flops(length).of_stages(ranges)
+        above = max(of_stages) * len(of_stages) / sum(of_stages) - 1
+        reason = f"the slowest stage, for which all wait, is {above:.0%} above the mean at {length} positions"
+        derived["parallel.pp_split"] = (tuple(stop - start for start, stop in ranges), reason)
+    return derived
+
+
+def rank_elements(config: RunConfig, spec: ModelSpec, pp_split: tuple[int, ...] | None) -> tuple[int, int] | None:
+    """Elements of the part of the model that a rank holds, of the largest part, and of its largest parameter.
+
+    A copy of a tied parameter, which has no optimizer state, is not counted.
+
+    Args:
+        config: The run.
+        spec: The checkpoint.
+        pp_split: Layers of every stage; None: they are not known, or there is no pipeline.
+
+    Returns:
+        None: the headers do not tell.
+    """
+    tp, pp = config.parallel.tp, config.parallel.pp
+    shares = shares_of(config, spec) if tp > 1 else None
+    if spec.pickled or (tp > 1 and shares is None):
+        return None
+    whole = {name: prod(tensor.shape) for name, tensor in spec.distinct().items()}
+    elements = whole if shares is None else shares.sizes(tp)
+    parts = parts_of(spec)
+    if pp_split is None or parts is None or len(pp_split) != num_stages(config.parallel):
+        return -(-sum(elements.values()) // pp), spec.largest(elements)
+    of_stages = parts.summed(elements).of_stages(split_of(pp_split))
+    return int(max(on_ranks(config.parallel, of_stages))), spec.largest(elements)

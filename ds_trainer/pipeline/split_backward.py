@@ -1,0 +1,69 @@
+"""The backward pass in two: gradients of a stage's input now, those of its weights when there is time for them.
+
+A backward pass of the first kind is an ordinary one in which linear layers put off their weights' gradients: all that
+these need is the layer's input and its output's gradient, which are kept, and nothing else of the graph. Where it asks
+for something that cannot be put off, as a norm's gradient, that is computed at once. So gradients are right whatever a
+stage consists of: weights used twice, recomputed activations, functions of their own; only when they come differs.
+
+Source: Qi et al. 2023, https://arxiv.org/abs/2401.10241, section 2 (B and W).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+Compute = Callable[[], torch.Tensor]
+
+
+class WeightGradients:
+    """Gradients of weights that one backward pass has put off."""
+
+    def __init__(self) -> None:
+        self._put_off: deque[tuple[torch.Tensor, Compute]] = deque()
+
+    def put_off(self, weight: torch.Tensor, compute: Compute) -> None:
+        """Notes how a leaf's gradient is computed."""
+        self._put_off.append((weight, compute))
+
+    def accumulate(self) -> None:
+        """Computes them and adds them to `grad`, each as a backward pass does it: hooks of the weights run."""
+        while self._put_off:
+            weight, compute = self._put_off.popleft()
+            torch.autograd.backward(weight, compute().to(weight.dtype))
+
+
+# Of the process and not of the thread: on a GPU backward passes run in threads of autograd's.
+_current: WeightGradients | None = None
+
+
+@contextmanager
+def weights_later() -> Iterator[WeightGradients]:
+    """A backward pass in this block leaves the gradients of weights to the object it gives."""
+    global _current
+    _current = WeightGradients()
+    try:
+        yield _current
+    finally:
+        _current = None
+
+
+def weights_are_put_off() -> bool:
+    """Whether the backward pass that runs is one of `weights_later`."""
+    return _current is not None
+
+
+def gradient_of(weight: torch.Tensor, compute: Compute) -> torch.Tensor | None:
+    """What a function's backward returns for a weight: its gradient, or None where that comes later.
+
+    Args:
+        weight: The leaf, whatever the function was given in its place, such as a copy in autocast's format.
+        compute: Computes the gradient; holds what it needs for that.
+    """
+    if _current is None:
+        return compute()
+    _current.put_off(weight, compute)
+    return None

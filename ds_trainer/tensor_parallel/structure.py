@@ -1,0 +1,53 @@
+"""How the structure of a block, and of the module that runs the blocks, is told from their modules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import nn
+
+from ds_trainer.tensor_parallel.linear import ParallelLinear, RowParallelLinear
+from ds_trainer.tensor_parallel.splitter import Splitter
+
+_POINTWISE = ("torch.nn.modules.activation", "torch.nn.modules.dropout", "transformers.activations")
+
+
+def final_norm(owner: nn.Module, layers: nn.ModuleList) -> nn.Module | None:
+    """The norm that an owner has after its blocks; None: there is none, or other modules that may come before it."""
+    children = list(owner.children())
+    after = [child for child in children[children.index(layers) + 1 :] if list(child.parameters())]
+    return after[0] if len(after) == 1 and _is_norm(after[0]) else None
+
+
+def called(module: nn.Module) -> Iterator[nn.Module]:
+    """The modules that a module calls: its children, those of lists in their stead."""
+    for child in module.children():
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):
+            yield from called(child)
+        else:
+            yield child
+
+
+def is_pointwise(module: nn.Module) -> bool:
+    """Whether a module is known to treat positions one by one; of any other, a region is right too."""
+    if isinstance(module, nn.Identity) or _is_norm(module):
+        return True
+    return type(module).__module__ in _POINTWISE and not list(module.parameters())
+
+
+def exit_of(region: nn.Module, splitter: Splitter) -> RowParallelLinear | None:
+    """The row layer in which a region ends: its own, nothing else in it sums over the tensor group.
+
+    Parameters of the region itself that are whole may be used behind it, on all positions or on some.
+    """
+    rows = [module for module in region.modules() if isinstance(module, RowParallelLinear)]
+    if len(rows) != 1 or rows[0] not in set(region.children()):
+        return None
+    cut = [p for m in region.modules() if not isinstance(m, ParallelLinear) for p in m.parameters(recurse=False)]
+    if any(splitter.is_cut(parameter) and parameter.dim() > 1 for parameter in cut):
+        return None
+    return rows[0] if all(map(splitter.is_cut, region.parameters(recurse=False))) else None
+
+
+def _is_norm(module: nn.Module) -> bool:
+    return "Norm" in type(module).__name__ and all(parameter.dim() < 2 for parameter in module.parameters())

@@ -1,0 +1,390 @@
+"""The spine through a pipeline: every schedule, engine and combination with other axes gives one process's steps.
+
+Tolerances are the spine's (tests/helpers/parity.py): losses within 1e-6, gradients within 1e-5 of their tensor's
+largest element, since sums are taken in another order. In bf16 a stage computes what the same layers compute in one
+process, so that the first step's gradients, sums in fp32 of many in bf16, are held as tight; only a tied weight's two
+parts are rounded one by one. From the second step on a weight may be rounded the other way.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from ds_trainer.engines.measure import content_hash
+from ds_trainer.pipeline.schedules import default_virtual_stages, make_schedule, next_accepted
+from ds_trainer.pipeline.timeline import simulate
+from tests.helpers import parity
+from tests.helpers.parity import Recorder, cell_config, collate, compare_weights, rows, write_bf16_reference
+from tests.helpers.runs import D8, largest_difference, make_trainer, weights
+from tests.helpers.tiny import oracle, tiny_llama
+from tests.helpers.world import RankFailed
+
+SHAPE = {"hidden": 64, "layers": 8, "vocab": 131}
+TIED = "model.embed_tokens.weight"
+SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev")
+SMALL = {"reduce_bucket_size": 20_000, "allgather_bucket_size": 20_000}
+ENGINES: dict[str, dict] = {
+    "ddp": {"parallel": {"engine": "ddp"}, "ddp": {"bucket_cap_mb": 1}},
+    "fsdp2": {"parallel": {"engine": "fsdp2"}},
+    "fsdp2-reshard": {"parallel": {"engine": "fsdp2"}, "fsdp": {"reshard_after_forward": True}},
+    "zero0": {"parallel": {"engine": "deepspeed"}, "zero": {"stage": 0}},
+    "zero1": {"parallel": {"engine": "deepspeed"}, "zero": {"stage": 1, **SMALL}},
+    "zero1-cpu": {
+        "parallel": {"engine": "deepspeed"},
+        "zero": {"stage": 1, **SMALL, "offload_optimizer": {"device": "cpu"}},
+    },
+}
+BF16 = ("ddp", "fsdp2", "fsdp2-reshard", "zero0", "zero1", "zero1-cpu")
+AUTOCAST = ("ddp", "zero0")
+"""Engines whose parameters are fp32 in a bf16 run."""
+
+
+def cell(engine: str, schedule: str, pp: int = 2, **parallel) -> dict:
+    """The sections of one layout."""
+    sections = ENGINES[engine]
+    return sections | {"parallel": sections["parallel"] | {"pp": pp, "schedule": schedule} | parallel}
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory):
+    """One process's run by what it is computed in, made when it is first asked for."""
+    made: dict[tuple, Path] = {}
+
+    def reference(optimizer: str, precision: str = "fp32", **shape) -> Path:
+        key = (optimizer, precision, *shape.items())
+        if key not in made:
+            made[key] = tmp_path_factory.mktemp(optimizer)
+            torch.set_num_threads(2)
+            if precision == "fp32":
+                parity.write_reference(made[key], optimizer, **SHAPE | shape)
+            else:
+                write_bf16_reference(made[key], optimizer, precision == "autocast", **SHAPE | shape)
+        return made[key]
+
+    return reference
+
+
+def run_cells(reference: Path, out: Path, data: int, optimizer: str, cells: list[dict], fault: str | None = None):
+    """Several layouts one after the other on these ranks, each held against the reference; returns their proofs."""
+    return [run_cell(reference, out, data, optimizer, sections, fault) for sections in cells]
+
+
+def run_cell(
+    reference: Path, out: Path, data: int, optimizer: str, sections: dict, fault: str | None = None, tied: bool = True
+) -> dict:
+    """One layout, micro-batches of one sample; returns what proves that it was a pipeline."""
+    from ds_trainer.trainer import Trainer
+
+    low = "precision" in sections
+    batch = {"global_size": parity.GLOBAL, "micro_size": 1}
+    config = cell_config(reference, out, data, optimizer, **{"batch": batch} | sections)
+    recorder = LowRecorder(reference, tied) if low else Recorder(reference)
+    trainer = Trainer(
+        config=config, train_dataset=rows(SHAPE["vocab"]), data_collator=collate, callbacks=[recorder, Copies()]
+    )
+    if fault is not None:
+        FAULTS[fault](trainer)
+    trainer.train()
+    compare_weights(trainer, reference, optimizer, LOW_TOLERANCE if low else None)
+    proof = {
+        "facts": trainer.engine.facts(),
+        "held": sorted(name for name, _ in trainer.run.model.named_parameters()),
+        "owned": sorted({part.name for part in trainer.engine.parameter_layout()}),
+        "peak": trainer.run.executor._runtime.peak_in_flight,
+        "norm": trainer.state.grad_norm,
+        "place": (trainer.run.mesh.grid.pp_rank, trainer.run.mesh.grid.dp_rank),
+    }
+    trainer.close()
+    return proof
+
+
+LOW_TOLERANCE = 2e-2
+"""Of bf16, as in cases.md."""
+
+
+class LowRecorder(Recorder):
+    """In bf16.
+
+    Args:
+        reference: What `write_bf16_reference` wrote.
+        tied: Whether the model's embeddings are tied.
+    """
+
+    loss_tolerance = norm_tolerance = LOW_TOLERANCE
+
+    def __init__(self, reference: Path, tied: bool) -> None:
+        super().__init__(reference)
+        self.tied = tied
+
+    def gradient_tolerance(self, step: int, name: str) -> float:
+        """The first step's as in fp32, but for the tied weight's."""
+        if step == 0 and not (self.tied and name == TIED):
+            return parity.GRADIENT_TOLERANCE
+        return 2 * LOW_TOLERANCE
+
+
+class Copies(parity.Callback):
+    """After each step the copies of a tied weight are their owner's, bit for bit."""
+
+    def on_step_end(self, trainer) -> None:
+        """Compares them over the stages."""
+        shared = trainer.engine.shared_parameters()
+        values = [v for held in trainer.run.mesh.gather_from_stages(hashes(shared)) for v in held.items()]
+        assert len(set(values)) == len({name for name, _ in values}), "a copy differs from its owner"
+
+
+def hashes(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
+    """A hash of each."""
+    return {name: content_hash([tensor]) for name, tensor in tensors.items()}
+
+
+def tied_gradient_not_summed(trainer) -> None:
+    """The head's part of the tied weight's gradient never reaches the owner."""
+    _change_stages(trainer, "sum_tied", lambda gradients: None)
+
+
+def copy_not_refreshed(trainer) -> None:
+    """The head goes on with the weight of the step before."""
+    _change_stages(trainer, "refresh_tied", lambda parameters: None)
+
+
+def _change_stages(trainer, name, function) -> None:
+    object.__setattr__(trainer.engine._split.stages, name, function)
+
+
+def copy_counted_in_the_norm(trainer) -> None:
+    """The last stage adds its copy's gradient to the global norm."""
+    stages, over_ranks = trainer.engine._split.stages, trainer.engine._over_model_ranks
+    sum_tied, copied = stages.sum_tied, []
+
+    def keep(gradients):
+        copied.extend(gradients[name].clone() for name in stages.shared(gradients) if not stages.owns(name))
+        sum_tied(gradients)
+
+    _change_stages(trainer, "sum_tied", keep)
+    trainer.engine._over_model_ranks = lambda norm: over_ranks(
+        torch.linalg.vector_norm(torch.stack([norm.double(), *(g.double().norm() for g in copied)]))
+    )
+
+
+def stages_clip_by_their_own_norm(trainer) -> None:
+    """Each rank takes the norm of what it holds for that of the model."""
+    trainer.engine._over_model_ranks = lambda norm: norm
+
+
+def a_microbatch_counts_twice(trainer) -> None:
+    """The loss of one of the micro-batches is scaled as if there were half as many."""
+    scaled, calls = trainer.engine.scaled, []
+
+    def twice(loss):
+        calls.append(loss)
+        return scaled(loss * 2) if len(calls) == 2 else scaled(loss)
+
+    trainer.engine.scaled = twice
+
+
+def gradients_summed_in_bf16(trainer) -> None:
+    """FSDP2 alone adds up what several passes for weights leave behind."""
+    trainer.engine._accumulate_wide = lambda: None
+
+
+FAULTS = {
+    fault.__name__: fault
+    for fault in (
+        tied_gradient_not_summed,
+        copy_not_refreshed,
+        copy_counted_in_the_norm,
+        stages_clip_by_their_own_norm,
+        a_microbatch_counts_twice,
+        gradients_summed_in_bf16,
+    )
+}
+
+
+def test_layouts_of_four_ranks_equal_one_process(world, references, tmp_path):
+    cells = {
+        2: [cell("ddp", "zbv"), cell("fsdp2", "1f1b"), cell("zero1", "interleaved_1f1b"), cell("zero1-cpu", "1f1b")],
+        1: [cell("ddp", "1f1b", pp=4), cell("zero1", "zbv", tp=2, sequence_parallel=True)],
+    }
+    check_cells(world, references("sgd"), tmp_path, "sgd", cells)
+
+
+@pytest.mark.slow
+@pytest.mark.case("B4", "B8", "G6", "I8")
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("pp", [2, 4])
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2", "zero1"])
+def test_every_schedule_equals_one_process(world, references, tmp_path, engine, pp, optimizer):
+    cells = {1: [cell(engine, schedule, pp=pp) for schedule in SCHEDULES]}
+    check_cells(world, references(optimizer), tmp_path, optimizer, cells)
+
+
+@pytest.mark.slow
+@pytest.mark.case("B8", "G6", "I8")
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_every_engine_with_data_ranks_equals_one_process(world, references, tmp_path, engine, optimizer):
+    cells = {2: [cell(engine, schedule) for schedule in SCHEDULES]}
+    check_cells(world, references(optimizer), tmp_path, optimizer, cells)
+
+
+@pytest.mark.slow
+@pytest.mark.case("B8", "G6", "I8")
+@pytest.mark.parametrize("sequence", [False, True], ids=["tensor", "sequence"])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_tensor_ranks_in_stages_equal_one_process(world, references, tmp_path, engine, sequence):
+    keys = {"tp": 2, "sequence_parallel": sequence}
+    cells = {1: [cell(engine, schedule, **keys) for schedule in SCHEDULES]}
+    check_cells(world, references("sgd"), tmp_path, "sgd", cells)
+
+
+@pytest.mark.slow
+@pytest.mark.case("B8", "G6", "I8")
+@pytest.mark.parametrize("sequence", [False, True], ids=["tensor", "sequence"])
+@pytest.mark.parametrize("engine", ["zero1", "zero1-cpu", "fsdp2", "ddp"])
+def test_all_three_axes_equal_one_process(world, references, tmp_path, engine, sequence):
+    keys = {"tp": 2, "sequence_parallel": sequence}
+    cells = {2: [cell(engine, schedule, **keys) for schedule in ("1f1b", "interleaved_1f1b", "zbv")]}
+    check_cells(world, references("sgd"), tmp_path, "sgd", cells)
+
+
+@pytest.mark.slow
+@pytest.mark.case("B8", "H5")
+@pytest.mark.parametrize("how", [True, "selective"])
+def test_recomputed_layers_equal_one_process(world, references, tmp_path, how):
+    folder = references("sgd")
+    model = {"model": {"path": str(folder / "checkpoint"), "gradient_checkpointing": how}}
+    cells = {2: [cell(engine, s) | model for engine in ("ddp", "fsdp2", "zero1") for s in ("1f1b", "zbv")]}
+    check_cells(world, folder, tmp_path, "sgd", cells)
+
+
+@pytest.mark.slow
+@pytest.mark.case("B8", "G1")
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("data", [1, 2])
+@pytest.mark.parametrize("engine", BF16)
+def test_bf16_with_sums_in_fp32_equals_one_process(world, references, tmp_path, engine, data, tied):
+    folder = references("sgd", "autocast" if engine in AUTOCAST else "bf16", tied=tied)
+    for schedule in SCHEDULES:
+        sections = cell(engine, schedule) | {"precision": {"dtype": "bf16"}}
+        proofs = world(run_cell, 2 * data, folder, tmp_path, data, "sgd", sections, None, tied)
+        check_pipeline(proofs, sections, data)
+        assert {proof["facts"].compute_dtype for proof in proofs} == {"bf16"}
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("tied_gradient_not_summed", f"gradient of {TIED} is off by"),
+        ("copy_not_refreshed", f"ranks 0, 1 hold different values of {TIED}"),
+        ("copy_counted_in_the_norm", "norms .* != "),
+        pytest.param("stages_clip_by_their_own_norm", "norms .* != ", marks=pytest.mark.slow),
+        pytest.param("a_microbatch_counts_twice", "gradient of .* is off by", marks=pytest.mark.slow),
+    ],
+)
+def test_a_planted_fault_turns_the_spine_red(world, references, tmp_path, fault, message):
+    with pytest.raises(RankFailed, match=message):
+        world(run_cell, 2, references("sgd"), tmp_path, 1, "sgd", cell("ddp", "1f1b"), fault)
+
+
+@pytest.mark.slow
+def test_sums_in_bf16_turn_the_spine_red(world, references, tmp_path):
+    sections = cell("fsdp2", "zbv") | {"precision": {"dtype": "bf16"}}
+    with pytest.raises(RankFailed, match="gradient of .* is off by"):
+        world(run_cell, 2, references("sgd", "bf16"), tmp_path, 1, "sgd", sections, "gradients_summed_in_bf16")
+
+
+def check_cells(world, folder: Path, out: Path, optimizer: str, cells: dict[int, list[dict]]) -> None:
+    """Runs the layouts of each number of data ranks in one world, whose ranks they share out alike."""
+    for data, sections in cells.items():
+        ranks = data * sections[0]["parallel"]["pp"] * sections[0]["parallel"].get("tp", 1)
+        everyone = world(run_cells, ranks, folder, out, data, optimizer, sections, timeout_s=400.0)
+        for index, each in enumerate(sections):
+            check_pipeline([proofs[index] for proofs in everyone], each, data)
+
+
+def check_pipeline(proofs: list[dict], sections: dict, data: int) -> None:
+    """Each stage holds its own part and no more, the schedule has run, and the norm is one number."""
+    parallel = sections["parallel"]
+    pp, schedule = parallel["pp"], parallel["schedule"]
+    names = {name for proof in proofs for name in proof["held"]}
+    chunks = default_virtual_stages(schedule)
+    microbatches = next_accepted(schedule, pp, chunks, at_least=-(-6 // data))  # The last step has 6 samples.
+    peaks = simulate(make_schedule(schedule, pp, chunks, microbatches)).peak_in_flight
+    owners: dict[str, set[int]] = {name: set() for name in names}
+    for proof in proofs:
+        facts, (pp_rank, _) = proof["facts"], proof["place"]
+        assert facts.settings["parallel.pp"] == pp and facts.settings["parallel.tp"] == parallel.get("tp", 1)
+        assert facts.group_size == data
+        assert len(proof["held"]) < len(names)
+        assert proof["peak"] == peaks[pp_rank]
+        for name in proof["owned"]:
+            owners[name].add(pp_rank)
+    assert all(len(ranks) == 1 for ranks in owners.values()), "every parameter is some stage's, and of one alone"
+    assert len({proof["norm"] for proof in proofs}) == 1, "bit for bit the same on all ranks"
+
+
+def twenty_steps(out: Path, engine: str, optimizer: dict, sections: dict) -> tuple[list, dict]:
+    """Losses and norms of 20 steps of two or more micro-batches, and the weights after them."""
+    keys = {"optimizer": optimizer, "run": {"max_steps": 20}, "logging": {"every_steps": 1}}
+    given = {"callbacks": [Copies()]} if sections else None
+    trainer = make_trainer("ddp", out, model=tiny_llama(layers=4), given=given, **ENGINES[engine] | sections | keys)
+    trainer.train()
+    return [(line.loss, line.grad_norm) for line in trainer.state.log_history], weights(trainer)
+
+
+@pytest.fixture(scope="module")
+def twenty_of_one(world, tmp_path_factory):
+    """20 steps of one process by optimizer."""
+    made: dict[str, tuple] = {}
+
+    def run(optimizer: str) -> tuple:
+        if optimizer not in made:
+            out = tmp_path_factory.mktemp(optimizer)
+            made[optimizer] = world(twenty_steps, 1, out, "ddp", LONG[optimizer], {})[0]
+        return made[optimizer]
+
+    return run
+
+
+LONG = {
+    "sgd": {"name": "sgd", "lr": 0.1, "momentum": 0.9, "max_grad_norm": 0.5},
+    "adamw": {"name": "adamw", "lr": 1e-3, "eps": 1e-4, "weight_decay": 0.1, "max_grad_norm": 0.5},
+}
+
+
+@pytest.mark.case("B8", "I8")
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2", "zero0", "zero1", "zero1-cpu"])
+@pytest.mark.slow
+def test_twenty_steps_equal_one_process_and_copies_their_owners(
+    world, twenty_of_one, tmp_path, engine, schedule, optimizer
+):
+    lines, final = twenty_of_one(optimizer)
+    sections = cell(engine, schedule)
+    for got_lines, got in world(twenty_steps, 4, tmp_path, engine, LONG[optimizer], sections):
+        assert got_lines == [pytest.approx(line, rel=1e-5) for line in lines]
+        assert largest_difference(got, final) <= parity.WEIGHT_TOLERANCE[optimizer]
+
+
+def clipped(out: Path, engine: str, sections: dict) -> tuple[float, dict]:
+    """Norm of one SGD step on TINY and D8, and the weights after it, the learning rate 1."""
+    optimizer = {"name": "sgd", "lr": 1.0, "max_grad_norm": 0.1}
+    trainer = make_trainer("ddp", out, **ENGINES[engine] | sections, optimizer=optimizer)
+    return trainer.train().grad_norm, weights(trainer)
+
+
+@pytest.mark.case("G6")
+@pytest.mark.parametrize("engine", [e if e == "zero1" else pytest.param(e, marks=pytest.mark.slow) for e in ENGINES])
+def test_the_norm_counts_a_tied_weight_once_and_clips(world, tmp_path, engine):
+    model = tiny_llama()
+    _, norm, _ = oracle(model, D8)
+    assert norm == pytest.approx(0.783778, abs=5e-7)
+    for got, final in world(clipped, 2, tmp_path, engine, cell(engine, "1f1b")):
+        assert got == pytest.approx(norm, rel=1e-6)
+        moved = torch.cat([(final[name] - p.detach()).flatten() for name, p in model.named_parameters()])
+        assert moved.norm().item() == pytest.approx(0.1, abs=1e-5)
