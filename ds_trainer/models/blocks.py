@@ -49,3 +49,10 @@ def with_hidden_states(
         return (function(args[0]), *args[1:]), kwargs
     name = next(name for name, value in kwargs.items() if isinstance(value, torch.Tensor))
     return args, kwargs | {name: function(kwargs[name])}
+
+
+def gradients_beside(args: tuple, kwargs: dict[str, Any]) -> list[str]:
+    """Numbers and names of a block's arguments that carry a gradient, beside the hidden states."""
+    args, kwargs = with_hidden_states(args, kwargs, lambda hidden: None)
+    arguments = (*enumerate(args), *kwargs.items())
+    return [str(name) for name, value in arguments if isinstance(value, torch.Tensor) and value.requires_grad]

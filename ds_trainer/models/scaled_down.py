@@ -17,7 +17,10 @@ HIDDEN = HEADS * HEAD_DIM
 SIZES: tuple[tuple[str, int], ...] = (
     (r"(unpadded_)?vocab_size(_per_layer_input)?|n_words|encoder_hash_byte_group_vocab", VOCAB),
     (r"(backbone_)?hidden_size(_global)?|n_embd|d_model|emb_dim|word_embed_proj_dim|ple_embed_dim", HIDDEN),
-    (r"(swa_)?num_attention_heads|n_heads?|num_heads|((en|de)coder_)?attention_heads|index_n_heads|indexer_n_heads", HEADS),
+    (
+        r"(swa_)?num_attention_heads|n_heads?|num_heads|((en|de)coder_)?attention_heads|index_n_heads|indexer_n_heads",
+        HEADS,
+    ),
     (r"(swa_)?num_key_value_heads|num_kv_heads|linear_num_(key_)?heads|indexer_kv_heads", KV_HEADS),
     (r"linear_num_value_heads", HEADS),
     (r"(swa_|index_|indexer_|mamba_|linear_(key_|value_)?)?head_dim|mamba_d_head", HEAD_DIM),

@@ -13,7 +13,8 @@ from transformers import PreTrainedModel
 
 from ds_trainer.errors import ModelError
 from ds_trainer.models.hf import is_causal_lm
-from ds_trainer.pipeline.observe import observe, refusal
+from ds_trainer.pipeline.observe import refusal
+from ds_trainer.pipeline.proof import proven
 from ds_trainer.pipeline.stages import Ranges, StagedModel, cut_stages
 from ds_trainer.tensor_parallel.derive import stock_class
 
@@ -43,7 +44,7 @@ def cut_model(
         raise refusal(
             f"the model is a {type(model).__name__}", "a pipeline runs causal language models of transformers"
         )
-    seen = observe(stock_class(model), type(model.config))
+    seen = proven(stock_class(model), type(model.config))
     depth = len(model.get_submodule(seen.plan.layers))  # type: ignore[arg-type]
     if ranges[-1][1] != depth:
         raise ModelError(

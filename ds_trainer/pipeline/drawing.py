@@ -112,7 +112,8 @@ def timeline_figure(timeline: Timeline) -> Figure:
         num_lines = 1  # Whatever is done, it is too much for numbers.
     in_line = timeline.length / num_lines
     width = min(max(9.0, 0.22 * num_passes / num_lines + 1.0), 18.0)
-    figure = Figure(figsize=(width, 1.1 + num_lines * (0.5 + 0.42 * num_ranks)), layout="constrained")
+    of_row = 0.42 if num_ranks <= _MOST_ROWS // 3 else 0.2
+    figure = Figure(figsize=(width, 1.1 + num_lines * (0.5 + of_row * num_ranks)), layout="constrained")
     lines = figure.subplots(num_lines, 1, squeeze=False)[:, 0]
     room = 72 * (width - 1.0) * shortest / in_line
     size = min(10.0, 1.45 * room / len(str(timeline.schedule.num_microbatches - 1)))
@@ -120,7 +121,7 @@ def timeline_figure(timeline: Timeline) -> Figure:
         start, stop = line * in_line, (line + 1) * in_line
         for rank, row in enumerate(timeline.spans):
             shown = [span for span in row if span.end > start and span.start < stop]
-            _draw_boxes(axes, timeline, rank, shown)
+            _draw_boxes(axes, timeline, rank, shown, edge=min(0.7, room / 15))
             if size >= _SMALLEST_TEXT:
                 uncut = [span for span in shown if span.start >= start and span.end <= stop]
                 _draw_numbers(axes, timeline, rank, uncut, size)
@@ -146,7 +147,7 @@ def title(timeline: Timeline) -> str:
     )
 
 
-def _draw_boxes(axes: Axes, timeline: Timeline, rank: int, row: Sequence[Span]) -> None:
+def _draw_boxes(axes: Axes, timeline: Timeline, rank: int, row: Sequence[Span], edge: float) -> None:
     """In one call for all boxes of a colour: a step may have very many."""
     axes.barh(rank, timeline.length, height=_HEIGHT, color=_IDLE)
     boxes: dict[str, list[tuple[float, float]]] = {}
@@ -155,7 +156,7 @@ def _draw_boxes(axes: Axes, timeline: Timeline, rank: int, row: Sequence[Span]) 
         boxes.setdefault(color, []).append((span.start, span.end - span.start))
     for color, places in boxes.items():
         below = rank - _HEIGHT / 2
-        axes.broken_barh(places, (below, _HEIGHT), facecolors=color, edgecolors="white", linewidth=0.7)
+        axes.broken_barh(places, (below, _HEIGHT), facecolors=color, edgecolors="white", linewidth=edge)
 
 
 def _draw_numbers(axes: Axes, timeline: Timeline, rank: int, row: Sequence[Span], size: float) -> None:

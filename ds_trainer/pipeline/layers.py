@@ -16,7 +16,7 @@ from typing import Any, overload
 
 from torch import nn
 
-from ds_trainer.models.blocks import hidden_states, with_hidden_states
+from ds_trainer.models.blocks import gradients_beside, hidden_states, with_hidden_states
 from ds_trainer.pipeline.blank import without_values
 from ds_trainer.pipeline.passage import Passage, StageDone
 from ds_trainer.tensor_parallel.sequence import stack_of
@@ -94,6 +94,8 @@ class StageLayers(nn.ModuleList):
     def _leave(self, layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
         if (stack := stack_of(layer)) is not None:
             stack.leave()
+        if lost := gradients_beside(args, kwargs):
+            raise carries_more(type(layer).__name__, lost)
         raise StageDone(hidden_states(args, kwargs))
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import cache
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,13 +18,13 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from ds_trainer.errors import ModelError
-from ds_trainer.models.blocks import has_parameters, stacks, with_hidden_states
+from ds_trainer.models.blocks import gradients_beside, has_parameters, stacks
 from ds_trainer.models.scaled_down import VOCAB, scaled_down
 from ds_trainer.pipeline.plan import StagePlan
 
 MIN_LAYERS = 3  # A first one, a last one, and one that is neither.
 _SHAPE = (2, 7)
-_MISFITS = (
+MISFITS = (
     ArithmeticError,
     AssertionError,
     AttributeError,
@@ -52,7 +52,6 @@ class Observation:
     outputs: int | None
 
 
-@cache
 def observe(cls: type[PreTrainedModel], config_class: type[PretrainedConfig]) -> Observation:
     """Runs scaled-down models of a class and sees in which order their modules are called.
 
@@ -65,7 +64,7 @@ def observe(cls: type[PreTrainedModel], config_class: type[PretrainedConfig]) ->
     """
     try:
         seen = [_observe(twin) for twin in twins(cls, config_class)]
-    except _MISFITS as error:
+    except MISFITS as error:
         raise refusal(
             f"{cls.__name__} does not run with a scaled-down config: {type(error).__name__}: {error}",
             "a small model of the class is run before it is cut, to see what comes before and after its layers",
@@ -82,14 +81,16 @@ def twins(cls: type[PreTrainedModel], config_class: type[PretrainedConfig]) -> I
     for config in scaled_down(config_class, MIN_LAYERS):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            yield cls(deepcopy(config)).eval()
+            twin = cls(deepcopy(config))
+        for number, module in enumerate(twin.modules()):
+            module.register_forward_pre_hook(partial(_seed, number))
+        yield twin
 
 
 def run_twin(twin: Any, **inputs: Any) -> Any:
     """What a scaled-down model makes of some tokens, the same ones each time."""
     input_ids = torch.randint(3, VOCAB, _SHAPE, generator=torch.Generator().manual_seed(0))
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)  # Some routers draw numbers.
         return twin(input_ids=input_ids, use_cache=False, **inputs)
 
 
@@ -98,34 +99,26 @@ def refusal(found: str, rule: str) -> ModelError:
     return ModelError(found, rule, "set parallel.pp to 1; FSDP2, ZeRO and parallel.tp cut every layer instead")
 
 
-def layers_of(model: PreTrainedModel) -> str:
-    """Name of a model's list of layers.
-
-    Raises:
-        ModelError: It has none, or several.
-    """
-    names = {module: name for name, module in model.named_modules()}
-    found = [names[layers] for _, layers in stacks(model)] or _outermost_lists(model)
-    if len(found) != 1:
-        raise refusal(
-            f"{type(model).__name__} has {len(found)} lists of layers{': ' * bool(found)}{', '.join(found)}",
-            "stages are cut between the layers of a single list, each of which hands its hidden states to the next",
-        )
-    return found[0]
-
-
-def _outermost_lists(model: PreTrainedModel) -> list[str]:
-    """Lists of modules that are in no other list, of a model that does not say what its blocks are."""
-    names = [n for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and any(True for _ in m.parameters())]
-    return [name for name in names if not any(name.startswith(f"{other}.") for other in names)]
+def _seed(number: int, module: nn.Module, args: Any) -> None:
+    """Some routers draw numbers: each module draws the same ones, whatever was drawn before."""
+    torch.default_generator.manual_seed(number)
 
 
 def _observe(twin: PreTrainedModel) -> Observation:
-    layers = layers_of(twin)
-    watch = _Watch(twin, layers)
+    watch = _Watch(twin)
     run_twin(twin).logits.float().square().mean().backward()
-    first, last = watch.around()
-    return Observation(StagePlan(layers, first, last), watch.outputs())
+    layers = watch.layers()
+    first, last = watch.around(layers)
+    return Observation(StagePlan(layers, first, last), watch.outputs(layers))
+
+
+def _lists(model: PreTrainedModel) -> list[str]:
+    """The lists of a model's blocks, or, where it does not say what they are, its lists that are in no other."""
+    names = {module: name for name, module in model.named_modules()}
+    if of_blocks := [names[layers] for _, layers in stacks(model)]:
+        return of_blocks
+    lists = [name for module, name in names.items() if isinstance(module, nn.ModuleList) and list(module.parameters())]
+    return [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
 
 
 class _Watch:
@@ -133,86 +126,90 @@ class _Watch:
 
     Args:
         twin: The model.
-        layers: Name of its list of layers.
     """
 
-    def __init__(self, twin: PreTrainedModel, layers: str) -> None:
-        self._twin, self._class, self._list = twin, type(twin).__name__, layers
-        self._layers = [f"{layers}.{name}" for name, _ in twin.get_submodule(layers).named_children()]
-        self._modules = {
-            name: module
-            for name, module in twin.named_modules()
-            if has_parameters(module) and not name.startswith(f"{layers}.")
+    def __init__(self, twin: PreTrainedModel) -> None:
+        self._class, self._modules = type(twin).__name__, dict(twin.named_modules())
+        self._of_list = {
+            name: [f"{name}.{number}" for number, _ in self._modules[name].named_children()] for name in _lists(twin)
         }
         self._calls: list[str] = []
-        self._returned: set[int | None] = set()
+        self._returned: dict[str, int | None] = {}
+        self._later = {name for layers in self._of_list.values() for name in layers[1:]}
         self._carried: set[str] = set()
-        for name in (*self._modules, *self._layers):
-            twin.get_submodule(name).register_forward_pre_hook(
-                lambda module, args, kwargs, name=name: self._note(name, args, kwargs), with_kwargs=True
-            )
-        for name in self._layers:
-            twin.get_submodule(name).register_forward_hook(self._note_output)
+        for name, module in self._modules.items():
+            module.register_forward_pre_hook(partial(self._note, name), with_kwargs=True)
+            module.register_forward_hook(partial(self._note_output, name))
 
-    def _note(self, name: str, args: tuple, kwargs: dict[str, Any]) -> None:
+    def _note(self, name: str, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         self._calls.append(name)
-        if name in self._layers[1:]:
-            others = with_hidden_states(args, kwargs, lambda hidden: None)
-            for argument, value in (*enumerate(others[0]), *others[1].items()):
-                if isinstance(value, torch.Tensor) and value.requires_grad:
-                    self._carried.add(str(argument))
+        if name in self._later:
+            self._carried.update(gradients_beside(args, kwargs))
 
-    def _note_output(self, layer: nn.Module, args: tuple, output: Any) -> None:
-        self._returned.add(len(output) if isinstance(output, tuple) else None)
+    def _note_output(self, name: str, module: nn.Module, args: tuple, output: Any) -> None:
+        self._returned[name] = len(output) if isinstance(output, tuple) else None
 
-    def outputs(self) -> int | None:
-        """Length of the tuples that the layers return; None: they return tensors."""
-        if len(self._returned) != 1:
-            raise refusal(f"layers of {self._class} return tuples of several lengths", "layers return the same")
-        return next(iter(self._returned))
-
-    def around(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Names of the modules with parameters before the layers, and after them."""
-        if [name for name in self._calls if name in self._layers] != self._layers:
+    def layers(self) -> str:
+        """Name of the list whose layers run, each once and in order."""
+        running = [name for name, layers in self._of_list.items() if not set(self._calls).isdisjoint(layers)]
+        if len(running) != 1:
             raise refusal(
-                f"{self._class} does not run each layer of {self._list} once, in order",
+                f"{self._class} runs {len(running)} lists of layers{': ' * bool(running)}{', '.join(running)}",
+                "stages are cut between the layers of a single list, each of which hands its hidden states to the next",
+            )
+        layers = self._of_list[running[0]]
+        if [name for name in self._calls if name in layers] != layers:
+            raise refusal(
+                f"{self._class} does not run each layer of {running[0]} once, in order",
                 "stages are cut between layers that run one after the other",
             )
+        return running[0]
+
+    def outputs(self, layers: str) -> int | None:
+        """Length of the tuples that the layers return; None: they return tensors."""
+        lengths = {self._returned[name] for name in self._of_list[layers]}
+        if len(lengths) != 1:
+            raise refusal(f"layers of {self._class} return tuples of several lengths", "layers return the same")
+        return lengths.pop()
+
+    def around(self, layers: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """The outermost modules that run before the layers, or not at all, and those that run after them."""
         if self._carried:
             raise refusal(
                 f"layers of {self._class} are given more that has a gradient than hidden states: argument "
                 f"{', '.join(sorted(self._carried))}",
                 "hidden states alone go from one stage to the next, and their gradient back",
             )
-        start, stop = self._calls.index(self._layers[0]), self._calls.index(self._layers[-1]) + 1
-        before, between, after = map(set, (self._calls[:start], self._calls[start:stop], self._calls[stop:]))
-        if several := (between - set(self._layers)) | (before & after):
+        outside = [n for n, m in self._modules.items() if has_parameters(m) and not n.startswith(f"{layers}.")]
+        inner = self._of_list[layers]
+        start, stop = self._calls.index(inner[0]), self._calls.index(inner[-1])
+        before, between, after = (
+            set(outside).intersection(calls)
+            for calls in (self._calls[:start], self._calls[start:stop], self._calls[stop:])
+        )
+        if several := between | (before & after):
             raise refusal(
-                f"{self._class} uses {', '.join(sorted(several))} at several places before, between or after its "
-                "layers",
+                f"{self._class} uses {', '.join(sorted(several))} between its layers, or both before and after them",
                 "a module with parameters is in one stage: a layer's own, or the first or last one's",
             )
-        owners = {name for name in self._modules if not name or self._list.startswith(f"{name}.")}
-        uncalled = self._modules.keys() - before - after
-        used = {
-            name
-            for name in uncalled
-            if any(p.grad is not None for p in self._modules[name]._parameters.values() if p is not None)
-        }
-        if direct := owners | used:
+        uncalled = {name for name in outside if name not in before | after and _has_gradients(self._modules[name])}
+        if direct := uncalled | {name for name in outside if not name or layers.startswith(f"{name}.")}:
             raise refusal(
-                f"{self._class} uses parameters of {', '.join(sorted(direct))} without calling a module that has them",
+                f"{self._class} uses parameters of {', '.join(sorted(direct)) or 'its own'} without calling a module "
+                "that has nothing but them",
                 "what is before the layers and what after them is told by the modules that are called",
             )
-        # The order is that of the model.
-        first = [name for name in self._modules if name not in after]
-        last = [name for name in self._modules if name in after]
-        return _outermost(first, [*last, self._list]), _outermost(last, [*first, self._list])
+        first, last = ([n for n in outside if (n in after) == is_last] for is_last in (False, True))
+        return _outermost(first, [*last, layers]), _outermost(last, [*first, layers])
+
+
+def _has_gradients(module: nn.Module) -> bool:
+    return any(p is not None and p.grad is not None for p in module._parameters.values())
 
 
 def _outermost(names: list[str], others: list[str]) -> tuple[str, ...]:
     """The outermost modules that hold some of `names` and none of `others`: an embedding, or a whole tower."""
-    found = {}
+    found: dict[str, None] = {}
     for name in names:
         parts = name.split(".")
         holders = [".".join(parts[:length]) for length in range(1, len(parts))]

@@ -95,7 +95,7 @@ def pipeline(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pipeline")
     config = run_folder(folder)
     config["run"] |= {"max_steps": 6}
-    config |= {"parallel": {"engine": "ddp", "pp": 2}, "batch": {"global_size": 4, "micro_size": 1}}
+    config |= {"parallel": {"pp": 2}, "zero": {"stage": 1}, "batch": {"global_size": 4, "micro_size": 1}}
     return write_json(folder / "run.json", config)
 
 

@@ -78,7 +78,8 @@ def table(outcomes: dict[str, tuple[Outcome, ...]]) -> str:
     """The page with the table."""
     head = HEAD.format(transformers=transformers.__version__, torch=torch.__version__.partition("+")[0])
     rows = [
-        f"| {name} | {_layers(name)} | {' | '.join(map(str, of_sizes))} |" for name, of_sizes in sorted(outcomes.items())
+        f"| {name} | {_layers(name)} | {' | '.join(map(str, of_sizes))} |"
+        for name, of_sizes in sorted(outcomes.items())
     ]
     return head + "\n".join(rows) + "\n"
 

@@ -22,7 +22,7 @@ from ds_trainer.log import get_logger
 from ds_trainer.loss import IGNORE_INDEX, shifted_labels
 from ds_trainer.models.scaled_down import VOCAB, causal_lm, scaled_down
 from ds_trainer.pipeline.cut import StagedModel, cut_model
-from ds_trainer.pipeline.plan import StagePlan, stage_plan
+from ds_trainer.pipeline.observe import observe
 from tests.matrix.compare import Outcome, differences, randomise, worst
 
 Batch = dict[str, torch.Tensor]
@@ -64,8 +64,12 @@ def compare_all(types: list[str]) -> dict[str, tuple[Outcome, ...]]:
 
 def _compare_type(model_type: str) -> tuple[Outcome, ...]:
     cls, config_class = causal_lm(model_type)
+    try:
+        layers = observe(cls, config_class).plan.layers
+    except ModelError as error:
+        return (Outcome("refused", error.found),) * len(SIZES)
     configs = [_odd(config, tied) for tied in (False, True) for config in scaled_down(config_class, max(SIZES))]
-    outcomes = [_compare(cls, config, stage_plan(model_type)) for config in configs]
+    outcomes = [_compare(cls, config, layers) for config in configs]
     return tuple(worst(of_size) for of_size in zip(*outcomes, strict=True))
 
 
@@ -85,18 +89,23 @@ def _odd(config: PretrainedConfig, tied: bool) -> PretrainedConfig:
     return config
 
 
-def _compare(cls: Any, config: PretrainedConfig, plan: StagePlan | None) -> tuple[Outcome, ...]:
+def _compare(cls: Any, config: PretrainedConfig, layers: str) -> tuple[Outcome, ...]:
     torch.manual_seed(0)
     whole = cls(deepcopy(config)).train()
     randomise(whole)
     for number, module in enumerate(whole.modules()):
         module.register_forward_pre_hook(partial(_seed, number))
+    unused = [[deepcopy(whole) for _ in range(size)] for size in SIZES]  # Some keep what is of no copy once they ran.
     batches = _batches()
     try:
-        loss = _step([whole.double()], batches)
+        dtype = torch.float64
+        loss = _step([whole.to(dtype)], batches)
     except RuntimeError:  # Some kernels know no float64.
-        loss = _step([whole.float()], batches)
-    return tuple(_compare_stages(whole, loss, batches, plan, size) for size in SIZES)
+        dtype = torch.float32
+        loss = _step([whole.to(dtype)], batches)
+    return tuple(
+        _compare_stages(whole, [each.to(dtype) for each in models], layers, batches, loss) for models in unused
+    )
 
 
 def _seed(number: int, module: nn.Module, args: Any) -> None:
@@ -152,17 +161,15 @@ def _forward(stages: list[Any], batch: Batch) -> tuple[list[Any], list[torch.Ten
 
 
 def _compare_stages(
-    whole: PreTrainedModel, loss: float, batches: list[Batch], plan: StagePlan | None, size: int
+    whole: PreTrainedModel, models: list[PreTrainedModel], layers: str, batches: list[Batch], loss: float
 ) -> Outcome:
-    assert plan is not None
-    depth = len(whole.get_submodule(plan.layers))
+    depth, size = len(whole.get_submodule(layers)), len(models)  # type: ignore[arg-type]
     ranges = [(stage * depth // size, (stage + 1) * depth // size) for stage in range(size)]
-    models = [deepcopy(whole) for _ in range(size)]
     try:
-        cuts = [cut_model(model, ranges, [rank], int) for rank, model in enumerate(models)]
+        cuts = [cut_model(model, ranges, [stage], int) for stage, model in enumerate(models)]
         stages_loss = _step(models, batches)
     except ModelError as error:
-        return Outcome("refused", error.rule)
+        return Outcome("refused", error.found)
     if problems := _misplaced(whole, models, cuts):
         return Outcome("failed", "; ".join(problems))
     errors = differences(_gradients([whole]), _gradients(models)) | {"loss": abs(stages_loss - loss) / abs(loss)}

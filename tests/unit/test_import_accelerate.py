@@ -346,8 +346,8 @@ def test_a_shipped_config_comes_back_from_accelerates_yaml(name):
 
 def test_megatrons_pipeline_is_carried_with_its_micro_batches():
     section = {"megatron_lm_pp_degree": 4, "megatron_lm_num_micro_batches": 16, "megatron_lm_tp_degree": 1}
-    found = tree({"distributed_type": "MEGATRON_LM", "megatron_lm_config": section})
-    assert (found["parallel"]["pp"], found["batch"]) == (4, {"accumulation": 16})
+    found = flatten(tree({"distributed_type": "MEGATRON_LM", "megatron_lm_config": section}))
+    assert (found["parallel.pp"], found["batch.accumulation"]) == (4, 16)
 
 
 @pytest.mark.parametrize(
