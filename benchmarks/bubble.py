@@ -18,6 +18,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from itertools import groupby
@@ -38,6 +39,7 @@ SECONDS = 0.1
 """Of a forward pass through the layers of a rank, whether they are one stage or several."""
 MICROBATCHES = {4: (4, 8, 16, 32), 8: (8, 16, 32)}
 """Ranks -> micro-batches: at every doubling the formula falls to little more than half."""
+REHEARSED = {2: (4,)}
 BY_FORMULA, BELOW_FORMULA = ("gpipe", "1f1b"), ("interleaved_1f1b", "interleaved_zero_bubble")
 SCHEDULES = (*BY_FORMULA, *BELOW_FORMULA, "zbv", "dualpipev")
 TOLERANCE = 0.1
@@ -91,33 +93,35 @@ def formula(ranks: float, microbatches: float) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measures the idle time of pipeline schedules.")
     parser.add_argument("--plot", type=Path, default=Path("outputs/bubble.png"), help="where the plot is written")
-    plot_path = parser.parse_args().plot
-    cases = [case for ranks in MICROBATCHES for case in measure(ranks)]
+    parser.add_argument("--small", action="store_true", help="rehearse it with 2 ranks, in seconds")
+    args = parser.parse_args()
+    sizes = REHEARSED if args.small else MICROBATCHES
+    cases = [case for ranks, counts in sizes.items() for case in measure(ranks, counts)]
     Console(width=120).print(table(cases))
-    plot_path.parent.mkdir(parents=True, exist_ok=True)
-    plot(cases, plot_path)
-    print(f"plot: {plot_path}")
+    args.plot.parent.mkdir(parents=True, exist_ok=True)
+    plot(cases, args.plot)
+    print(f"plot: {args.plot}")
     failures = [text for case in cases for text in case.failures()]
     print(*failures, sep="\n", end="\n" if failures else "")
     print(f"worst_error={max(case.error(name) for case in cases for name in BY_FORMULA):.3f}")
     sys.exit(bool(failures))
 
 
-def measure(ranks: int) -> list[Case]:
+def measure(ranks: int, counts: Sequence[int]) -> list[Case]:
     """All measurements with one number of ranks, in as many new processes."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([PipelineRuntime.__module__])
     with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(ranks, context) as pool:
-        running = [pool.submit(run_rank, rank, ranks, f"{folder}/rendezvous") for rank in range(ranks)]
+        running = [pool.submit(run_rank, rank, ranks, counts, f"{folder}/rendezvous") for rank in range(ranks)]
         return [each.result() for each in running][0]
 
 
-def run_rank(rank: int, ranks: int, rendezvous: str) -> list[Case]:
+def run_rank(rank: int, ranks: int, counts: Sequence[int], rendezvous: str) -> list[Case]:
     """One rank's process."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(rendezvous, ranks), rank=rank, world_size=ranks)
     cases = []
-    for microbatches in MICROBATCHES[ranks]:
+    for microbatches in counts:
         idle = {}
         for name in SCHEDULES:
             chunks = default_virtual_stages(name)
@@ -215,9 +219,10 @@ def plot(cases: list[Case], path: Path) -> None:
 
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(11, 4.8), layout="constrained")
-        panels = figure.subplots(1, len(MICROBATCHES), sharey=True)
-        for axes, (ranks, group) in zip(panels, groupby(cases, lambda case: case.ranks), strict=True):
-            draw_panel(axes, ranks, list(group))
+        of_ranks = {ranks: list(group) for ranks, group in groupby(cases, lambda case: case.ranks)}
+        panels = figure.subplots(1, len(of_ranks), sharey=True, squeeze=False)[0]
+        for axes, (ranks, group) in zip(panels, of_ranks.items(), strict=True):
+            draw_panel(axes, ranks, group)
         panels[0].set(ylabel="idle, % of the step", ylim=(0, 50))
         panels[0].plot([], [], ":", color="gray", linewidth=1, label="as the schedule plans it")
         panels[0].legend(fontsize=9)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import random
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -40,7 +40,7 @@ from ds_trainer.data.same import same_everywhere
 from ds_trainer.data.splits import Splits
 from ds_trainer.engines.base import Engine, EngineFacts, make_engine
 from ds_trainer.engines.dtypes import TORCH_DTYPES
-from ds_trainer.errors import ConfigError, ConfigErrors
+from ds_trainer.errors import ConfigError, ConfigErrors, EngineError, ModelError
 from ds_trainer.evaluation_samples import prompts_to_continue
 from ds_trainer.executors.accumulate import AccumulateExecutor
 from ds_trainer.executors.base import Executor
@@ -67,7 +67,7 @@ from ds_trainer.models.source import ModuleWeights, WeightSource
 from ds_trainer.models.spec import ModelSpec, read_spec
 from ds_trainer.optim import hand_over, make_optimizer
 from ds_trainer.output import claimed
-from ds_trainer.pipeline.costs import ModelParts, Ranges
+from ds_trainer.pipeline.costs import FACTS, ModelParts, Ranges
 from ds_trainer.pipeline.cut import cut_model
 from ds_trainer.pipeline.parameters import StageParameters
 from ds_trainer.pipeline.schedules import splits_backward, stages_of
@@ -170,7 +170,7 @@ def _assemble_on(mesh: Mesh, machine: Machine, config: RunConfig, origins: dict[
         eval_prompts = prompts_to_continue(resolved.config.evaluation, eval_loader, model, tokenizer, positions)
         shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
         trained = {name: shapes[name] for name, p in model.named_parameters() if p.requires_grad}
-        staged, split = _cut_up(model, resolved, Asked(config, origins), shapes, positions, mesh)
+        staged, split = _cut_up(model, resolved, Asked(config, origins), shapes, trained, positions, mesh)
         loss = _loss(model, split, staged, resolved, given, mesh)
         if checkpoint is not None:
             check_model(checkpoint, trained)
@@ -210,6 +210,7 @@ def _cut_up(
     resolved: ResolvedConfig,
     asked: Asked,
     shapes: Mapping[str, tuple[int, ...]],
+    trained: Iterable[str],
     positions: int | None,
     mesh: Mesh,
 ) -> tuple[StagedModel | None, ModelSplit]:
@@ -220,6 +221,7 @@ def _cut_up(
         resolved: The run's config.
         asked: What the user has set.
         shapes: Full shape of every parameter.
+        trained: Names of those that are trained.
         positions: The most that the model takes.
         mesh: Process groups.
     """
@@ -233,18 +235,29 @@ def _cut_up(
     ranges = resolved.stages or _deal_out_layers(model, resolved, asked, shapes, positions)
     owners = {stage: rank for rank in range(parallel.pp) for stage in stages_of(*layout, rank)}
     staged = cut_model(model, ranges, own, owners.__getitem__)
+    _require_trained(trained, staged, parallel.pp)
     if splits_backward(parallel.schedule):
         put_off_weight_gradients(model)
     stages = StageParameters(shapes, staged.owners, staged.copies, grid.pp_rank, mesh.pp_group, mesh.pp_host_group)
     return staged, replace(split, stages=stages)
 
 
+def _require_trained(trained: Iterable[str], staged: StagedModel, num_ranks: int) -> None:
+    idle = sorted(set(range(num_ranks)) - {staged.owners[name] for name in trained})
+    if idle:
+        raise ModelError(
+            f"pipeline rank {', '.join(map(str, idle))} of {num_ranks} has no parameter that requires a gradient",
+            "each rank of a pipeline has an optimizer of its own",
+            "set parallel.pp_split so that each rank has a layer that is trained, or parallel.pp to fewer ranks",
+        )
+
+
 def _deal_out_layers(
     model: Any, resolved: ResolvedConfig, asked: Asked, shapes: Mapping[str, tuple[int, ...]], positions: int | None
 ) -> Ranges:
     """The layers of every stage of a model whose checkpoint has not told them."""
-    facts = model.config.get_text_config(decoder=True).to_dict() if isinstance(model, PreTrainedModel) else {}
-    parts = ModelParts(shapes, facts)
+    text = model.config.get_text_config(decoder=True) if isinstance(model, PreTrainedModel) else None
+    parts = ModelParts(shapes, {name: getattr(text, name) for name in FACTS if hasattr(text, name)})
     if faults := list(check_stages(resolved.config, asked, parts.num_layers)):
         raise ConfigErrors(faults)
     return deal_out(resolved.config, parts, positions)
@@ -268,6 +281,12 @@ def _engine(
 ) -> Engine:
     """The engine with the model's values in place and the optimizer around them."""
     engine = make_engine(resolved, mesh)
+    if mesh.grid.pp_size > 1 and not hasattr(engine, "pipeline"):
+        raise EngineError(
+            f"parallel.pp is {mesh.grid.pp_size} and {type(engine).__name__} has no pipeline()",
+            "an engine reduces gradients after all passes of a pipeline in the way that only it knows",
+            "set parallel.engine to deepspeed, fsdp2 or ddp, or parallel.pp to 1",
+        )
     parameters = dict(model.named_parameters())
     shapes = {name: parameter.shape for name, parameter in parameters.items()}
     engine.load(model, LocalWeights(weights, split), split)

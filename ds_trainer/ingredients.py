@@ -138,6 +138,12 @@ class Ingredients:
                 "an optimizer is built on the parameters it updates",
                 "pass Trainer(model=instance, optimizers=...), or use the optimizer section of the config",
             )
+        if self.optimizer is not None and config.parallel.pp > 1:
+            raise ConfigError(
+                f"Trainer(optimizers=...) with parallel.pp = {config.parallel.pp}",
+                "a rank of a pipeline keeps some layers only, and the optimizer was built on all of them",
+                "set parallel.pp to 1, or use the optimizer section of the config",
+            )
         if self.optimizer is not None and config.parallel.tp > 1:
             raise ConfigError(
                 f"Trainer(optimizers=...) with parallel.tp = {config.parallel.tp}",

@@ -194,6 +194,47 @@ def test_tp_by_hand_says_which_numbers_of_ranks_it_takes(world):
     assert ends == ["8 heads do not divide by 3 ranks: start 1, 2, 4 or 8", "1", "1"]
 
 
+def piped_by_hand(schedule, ties_are_summed=True):
+    """What the example prints on the first rank, and how each rank's ends."""
+    with redirect_stdout(StringIO()) as said, pytest.MonkeyPatch.context() as patch:
+        if not ties_are_summed:
+            patch.setattr("ds_trainer.pipeline.parameters.StageParameters.sum_tied", lambda self, gradients: None)
+        try:
+            module("pipeline_by_hand.py").main(["--schedule", schedule])
+            end = None
+        except SystemExit as stop:
+            end = str(stop.code)
+    return said.getvalue(), end
+
+
+@pytest.mark.parametrize(("schedule", "stages"), [("1f1b", ["0", "1"]), ("zbv", ["0, 3", "1, 2"])])
+def test_pipeline_by_hand_shows_the_plan_and_that_nothing_changes(world, schedule, stages):
+    (text, end), (silent, other_end) = world(piped_by_hand, 2, schedule)
+    assert end is None and other_end is None and not silent
+    plan, held, result = (block.splitlines() for block in text.strip().split("\n\n"))
+    assert [line.split()[:2] for line in plan] == [["rank", "0"], ["rank", "1"]]
+    assert [line.partition(" parameters, in stages ")[2] for line in held] == stages
+    losses = [line.partition(":")[2].split() for line in result if line.startswith("losses of")]
+    assert losses[0] == losses[1] and len(set(losses[0])) == 8
+    assert [line.split(":")[0] for line in result if "differ" in line] == ["rank 0", "rank 1"]
+
+
+def test_pipeline_by_hand_finds_a_tied_gradient_that_is_missing(world):
+    ends = [end for _, end in world(piped_by_hand, 2, "gpipe", False)]
+    assert ends == ["rank 0 computes something else than the whole model", None]
+
+
+def test_pipeline_by_hand_says_how_to_start_it():
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit, match="torchrun --nproc_per_node 2"):
+        patch.delenv("RANK", raising=False)
+        module("pipeline_by_hand.py").main([])
+
+
+def test_pipeline_by_hand_says_which_numbers_of_ranks_it_takes(world):
+    ends = [end for _, end in world(piped_by_hand, 3, "1f1b")]
+    assert ends == ["8 layers make two equal stages on each of 2 or 4 ranks, not 3", "1", "1"]
+
+
 @pytest.mark.nvme
 def test_zero3_nvme_trains_from_swap_files_and_removes_them(world, nvme, tmp_path):
     # DeepSpeed leaves in memory what has less than 1 MiB on a rank.

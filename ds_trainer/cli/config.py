@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ds_trainer.cli.import_ import import_file
+from ds_trainer.cli.printing import print_until_closed
 from ds_trainer.config.backend import backend, engine_column
 from ds_trainer.config.coverage import coverage, covered_engines
 from ds_trainer.config.deepspeed.native_keys import unified_keys
@@ -44,14 +44,7 @@ _NOTES_ELSEWHERE = (
 
 def run(args: argparse.Namespace) -> int:
     """Runs one action; the handler of `ds-trainer config`."""
-    try:
-        code = _act(args)
-        sys.stdout.flush()
-    except BrokenPipeError:
-        # The reader (`| head`) has seen enough. Python flushes once more at exit, which must not fail again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
-    return code
+    return print_until_closed(_act, args)
 
 
 def _act(args: argparse.Namespace) -> int:

@@ -9,6 +9,7 @@ from pathlib import Path
 from shutil import get_terminal_size
 
 from ds_trainer.cli.config import resolved_run
+from ds_trainer.cli.printing import print_until_closed
 from ds_trainer.config.io import load_config
 from ds_trainer.config.resolved import ResolvedConfig
 from ds_trainer.config.schema import ParallelConfig, RunConfig
@@ -30,7 +31,11 @@ COLUMNS = ("schedule", "stages", "bubble", "in flight", "step", "")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints and draws a schedule; the handler of `ds-trainer plan`."""
+    """Plans; the handler of `ds-trainer plan`."""
+    return print_until_closed(_schedule, args)
+
+
+def _schedule(args: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.table import Table
 

@@ -17,17 +17,19 @@ from ds_trainer.errors import ModelError
 from ds_trainer.models.own_plans import OWN_PLANS
 from ds_trainer.models.scaled_down import causal_lm, scaled_down
 from ds_trainer.models.spec import CONFIG_KEYS
-from ds_trainer.pipeline.observe import observe
+from ds_trainer.pipeline.proof import proven
 
 TARGET = Path(__file__).with_name("families.json")
 
 
 def make_families() -> dict[str, dict[str, Any]]:
     """Model type -> the fields of `ds_trainer.models.spec.Family`, for the whole causal-LM mapping."""
-    return {name: _family(name, cls) for name, cls in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items())}
+    return {name: family(name) | stages(name) for name in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)}
 
 
-def _family(model_type: str, class_name: str | tuple[str, ...]) -> dict[str, Any]:
+def family(model_type: str) -> dict[str, Any]:
+    """The fields that classes and configs tell."""
+    class_name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]
     config_class = CONFIG_MAPPING[model_type]
     names = {model_type, *((class_name,) if isinstance(class_name, str) else class_name)}
     names |= {sub.model_type for sub in config_class.sub_configs.values() if hasattr(sub, "model_type")}
@@ -38,14 +40,17 @@ def _family(model_type: str, class_name: str | tuple[str, ...]) -> dict[str, Any
         "tied": bool(getattr(config_class, "tie_word_embeddings", False)),
         "conversion": min(kinds, default=None),
         "tp_plan": _tp_plan(model_type) | OWN_PLANS.get(model_type, {}),
-        **_pp_plan(model_type),
     }
 
 
-def _pp_plan(model_type: str) -> dict[str, Any]:
-    """What a scaled-down model shows; transformers' own plans are of half of the types, and leave some modules out."""
+def stages(model_type: str) -> dict[str, Any]:
+    """The fields of pipeline parallelism: what is seen of scaled-down models that run.
+
+    transformers has plans of half of the types, and these leave some modules out.
+    """
+    classes: tuple[Any, Any] = causal_lm(model_type)
     try:
-        plan = observe(*causal_lm(model_type)).plan
+        plan = proven(*classes).plan
     except ModelError as error:
         return {"pp_plan": None, "pp_refused": " ".join(error.found.split())}
     return {"pp_plan": {"layers": plan.layers, "first": list(plan.first), "last": list(plan.last)}, "pp_refused": None}

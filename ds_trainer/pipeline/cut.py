@@ -7,6 +7,7 @@ of this tensor rank), H hidden size.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -44,7 +45,8 @@ def cut_model(
         raise refusal(
             f"the model is a {type(model).__name__}", "a pipeline runs causal language models of transformers"
         )
-    seen = proven(stock_class(model), type(model.config))
+    config_class: Any = type(model.config)
+    seen = proven(stock_class(model), config_class)
     depth = len(model.get_submodule(seen.plan.layers))  # type: ignore[arg-type]
     if ranges[-1][1] != depth:
         raise ModelError(

@@ -84,7 +84,11 @@ _LIGHTEST = 0.55
 """How much white is in the colour of the last of a rank's stages."""
 _HEIGHT = 0.86
 _SMALLEST_TEXT = 5.0
-_PASSES_OF_LINE, _MOST_ROWS = 120, 48
+"""Points; what would be smaller is left out."""
+_PASSES_OF_LINE = 120
+"""Shortest passes that have room for two digits side by side."""
+_MOST_ROWS = 48
+"""Rows up to which a long step is drawn in several lines."""
 
 
 def plot_timeline(timeline: Timeline, path: Path) -> None:

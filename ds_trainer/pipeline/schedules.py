@@ -99,7 +99,7 @@ _W0, _W1 = (Kind.WEIGHT, 0), (Kind.WEIGHT, 1)
 def _gpipe(rank: int, ranks: int, chunks: int, microbatches: int) -> list[_Pass]:
     """Every forward pass, then every backward pass: activations of all micro-batches are held.
 
-    Source: Huang et al. 2019, https://arxiv.org/abs/1811.06965, section 2.3
+    Source: Huang et al. 2019, https://arxiv.org/abs/1811.06965
     """
     return [_F0] * microbatches + [_B0] * microbatches
 
@@ -131,7 +131,7 @@ def _interleaved_zero_bubble(rank: int, ranks: int, chunks: int, microbatches: i
 
     A later rank, which has fewer forward passes ahead, keeps more of them for the end: no rank holds more than another.
 
-    Source: Qi et al. 2023, https://arxiv.org/abs/2401.10241, section 2.1 (ZB-H1)
+    Source: Qi et al. 2023, https://arxiv.org/abs/2401.10241 (ZB-H1)
     """
     length = _round_length(ranks, microbatches)
     ahead = min((chunks - 1) * length + ranks - 1 - rank, chunks * microbatches)
@@ -148,10 +148,10 @@ def _interleaved_zero_bubble(rank: int, ranks: int, chunks: int, microbatches: i
 def _zbv(rank: int, ranks: int, chunks: int, microbatches: int) -> list[_Pass]:
     """Two stages per rank, placed as a V: the rank of the first is that of the last, whose backward comes at once.
 
-    Nobody is idle between the first forward pass and the last of the draining if F, I and W take equal times. Fewer
-    micro-batches than fill the V run as the first ones of so many.
+    If F, I and W take equal times, no rank is idle between its first pass and its last. Fewer micro-batches than fill
+    the V run as the first ones of so many, with the gaps that the others leave: torch does so too.
 
-    Source: Qi et al. 2024, https://arxiv.org/abs/2405.15362, section 4 (V-ZB)
+    Source: Qi et al. 2024, https://arxiv.org/abs/2405.15362 (V-ZB)
     """
     microbatches = max(microbatches, 2 * ranks - 1)
     after = ranks - 1 - rank

@@ -41,13 +41,20 @@ def collate(features: list[dict]) -> dict[str, torch.Tensor]:
     return pad_collate(features, 0)
 
 
-def write_reference(folder: Path, optimizer: str, **shape: Any) -> None:
-    """Trains in this process with plain torch and writes checkpoint, losses, norms, gradients and final weights."""
+def write_reference(folder: Path, optimizer: str, lr: float | None = None, **shape: Any) -> None:
+    """Trains in this process with plain torch and writes checkpoint, losses, norms, gradients and final weights.
+
+    Args:
+        folder: Where to write it.
+        optimizer: A key of `OPTIMIZERS`.
+        lr: Instead of the optimizer's own.
+        shape: Arguments of `tiny_llama`.
+    """
     model = tiny_llama(**shape)
     model.save_pretrained(folder / "checkpoint")
     data = rows(model.config.vocab_size)
     sampler = GlobalBatchSampler(len(data), GLOBAL, GLOBAL, seed=SEED)
-    step_size = _torch_optimizer(model, optimizer)
+    step_size = _torch_optimizer(model, optimizer, lr)
     history: dict[str, list[float]] = {"losses": [], "norms": []}
     for step in range(STEPS):
         batch = collate([data[i] for i in sampler.global_batch(step)])
@@ -70,25 +77,26 @@ def write_reference(folder: Path, optimizer: str, **shape: Any) -> None:
     (folder / "history.json").write_text(json.dumps(history))
 
 
-def write_bf16_reference(folder: Path, optimizer: str, autocast: bool, **shape: Any) -> None:
+def write_bf16_reference(folder: Path, optimizer: str, autocast: bool, lr: float | None = None, **shape: Any) -> None:
     """As `write_reference`, computed in bf16 sample by sample, the gradients of samples summed in fp32.
 
     Args:
         folder: Where to write it.
         optimizer: A key of `OPTIMIZERS`.
         autocast: Whether parameters stay fp32 under autocast; else they are cast to bf16.
+        lr: Instead of the optimizer's own.
         shape: Arguments of `tiny_llama`.
     """
     model = tiny_llama(**shape)
     model.save_pretrained(folder / "checkpoint")
     data = rows(model.config.vocab_size)
     sampler = GlobalBatchSampler(len(data), GLOBAL, GLOBAL, seed=SEED)
-    step_size = _torch_optimizer(model, optimizer)
+    step_size = _torch_optimizer(model, optimizer, lr)
     history: dict[str, list[float]] = {"losses": [], "norms": []}
     for step in range(STEPS):
         batches = [collate([data[i]]) for i in sampler.global_batch(step)]
         total = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in batches)
-        computed = model if autocast else deepcopy(model).bfloat16()
+        computed = model if autocast else _with_bf16_parameters(model)
         sums = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
         loss_sum = 0.0
         for batch in batches:
@@ -119,8 +127,17 @@ def write_bf16_reference(folder: Path, optimizer: str, autocast: bool, **shape: 
     (folder / "history.json").write_text(json.dumps(history))
 
 
-def _torch_optimizer(model: LlamaForCausalLM, name: str) -> torch.optim.Optimizer:
-    keys = dict(OPTIMIZERS[name])
+def _with_bf16_parameters(model: LlamaForCausalLM) -> LlamaForCausalLM:
+    """A copy; its buffers, such as rotary frequencies, stay fp32."""
+    copy = deepcopy(model)
+    for parameter in copy.parameters():
+        parameter.data = parameter.data.bfloat16()
+        parameter.grad = None
+    return copy
+
+
+def _torch_optimizer(model: LlamaForCausalLM, name: str, lr: float | None) -> torch.optim.Optimizer:
+    keys = OPTIMIZERS[name] | ({} if lr is None else {"lr": lr})
     decay = keys.pop("weight_decay", 0.0)
     groups = [
         {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": decay},

@@ -29,11 +29,12 @@ layers of each kind, head and embedding tied or not, was cut into two stages and
 and every gradient of a step of two micro-batches of different lengths are those of the whole model, and the stages
 together hold each of its parameters once, but for copies of tied ones.
 
-"Layers" is the list that is cut. A type is refused where its small model shows that more than hidden states goes from
-layer to layer, or that there is not one list of layers that run one after the other.
+"Layers" is the list that is cut. Multipliers and caps that do nothing by default were given other values. A type is
+refused where its small model shows that more than hidden states goes from layer to layer, or that there is not one list
+of layers that run one after the other; `ds-trainer config check` says so.
 
-| model type | layers | pp 2 | pp 3 |
-|---|---|---|---|
+| model type | layers | pp 2 | pp 3 | why not |
+|---|---|---|---|---|
 """
 
 
@@ -49,7 +50,8 @@ def main() -> int:
     outcomes = run(chosen or list(families()))
     for name, of_sizes in outcomes.items():
         if worst(of_sizes).verdict != "passed" or chosen:
-            print(f"{name}: {'; '.join(f'pp {n} {each}' for n, each in zip(SIZES, of_sizes, strict=True))}")
+            verdicts = (f"pp {size} {each.verdict}" for size, each in zip(SIZES, of_sizes, strict=True))
+            print(f"{name}: {', '.join(verdicts)} {worst(of_sizes).reason}")
     if not chosen:
         TABLE.write_text(table(outcomes))
     counts = Counter(worst(of_sizes).verdict for of_sizes in outcomes.values())
@@ -78,8 +80,8 @@ def table(outcomes: dict[str, tuple[Outcome, ...]]) -> str:
     """The page with the table."""
     head = HEAD.format(transformers=transformers.__version__, torch=torch.__version__.partition("+")[0])
     rows = [
-        f"| {name} | {_layers(name)} | {' | '.join(map(str, of_sizes))} |"
-        for name, of_sizes in sorted(outcomes.items())
+        f"| {name} | {_layers(name)} | {' | '.join(each.verdict for each in sizes)} | {worst(sizes).reason} |"
+        for name, sizes in sorted(outcomes.items())
     ]
     return head + "\n".join(rows) + "\n"
 

@@ -22,7 +22,7 @@ from ds_trainer.log import get_logger
 from ds_trainer.loss import IGNORE_INDEX, shifted_labels
 from ds_trainer.models.scaled_down import VOCAB, causal_lm, scaled_down
 from ds_trainer.pipeline.cut import StagedModel, cut_model
-from ds_trainer.pipeline.observe import observe
+from ds_trainer.pipeline.proof import proven
 from tests.matrix.compare import Outcome, differences, randomise, worst
 
 Batch = dict[str, torch.Tensor]
@@ -35,8 +35,9 @@ TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
 """Of each gradient's largest element, and of the loss, by the format that the type runs in.
 
 Stages do what the whole model does, operation by operation. Only sums over micro-batches and over the uses of a tied
-weight may be in another order: 1e-16 each in float64, more where they all but cancel out. In fp32 that is what the matrix
-of tensor parallelism allows. A multiplier that is applied twice, or a gradient that is lost, is off by a tenth and more.
+weight may be in another order: 1e-16 each in float64, more where they all but cancel out. In fp32 that is what the
+matrix of tensor parallelism allows. A multiplier that is applied twice, or a gradient that is lost, is off by a tenth
+and more.
 """
 
 # What by default changes nothing would not show that it is applied twice, or left out.
@@ -65,12 +66,16 @@ def compare_all(types: list[str]) -> dict[str, tuple[Outcome, ...]]:
 def _compare_type(model_type: str) -> tuple[Outcome, ...]:
     cls, config_class = causal_lm(model_type)
     try:
-        layers = observe(cls, config_class).plan.layers
+        layers = proven(cls, config_class).plan.layers
     except ModelError as error:
-        return (Outcome("refused", error.found),) * len(SIZES)
+        return (_refused(error),) * len(SIZES)
     configs = [_odd(config, tied) for tied in (False, True) for config in scaled_down(config_class, max(SIZES))]
     outcomes = [_compare(cls, config, layers) for config in configs]
     return tuple(worst(of_size) for of_size in zip(*outcomes, strict=True))
+
+
+def _refused(error: ModelError) -> Outcome:
+    return Outcome("refused", " ".join(error.found.split()))
 
 
 def _odd(config: PretrainedConfig, tied: bool) -> PretrainedConfig:
@@ -81,7 +86,7 @@ def _odd(config: PretrainedConfig, tied: bool) -> PretrainedConfig:
             _odd(value, tied)
         elif odd is not None and isinstance(value, list) and all(each in _NEUTRAL for each in value):
             setattr(config, name, [odd] * len(value))
-        elif odd is not None and not isinstance(value, bool | list) and value in _NEUTRAL:
+        elif odd is not None and not isinstance(value, int | list) and value in _NEUTRAL:
             setattr(config, name, odd)
         elif re.fullmatch(_SWITCHES, name):
             setattr(config, name, True)
@@ -169,7 +174,7 @@ def _compare_stages(
         cuts = [cut_model(model, ranges, [stage], int) for stage, model in enumerate(models)]
         stages_loss = _step(models, batches)
     except ModelError as error:
-        return Outcome("refused", error.found)
+        return _refused(error)
     if problems := _misplaced(whole, models, cuts):
         return Outcome("failed", "; ".join(problems))
     errors = differences(_gradients([whole]), _gradients(models)) | {"loss": abs(stages_loss - loss) / abs(loss)}

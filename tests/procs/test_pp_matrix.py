@@ -2,9 +2,16 @@
 all.
 """
 
+from dataclasses import replace
+from unittest import mock
+
 import pytest
 
+from ds_trainer.models.blocks import with_hidden_states
+from ds_trainer.models.make_families import stages
 from ds_trainer.models.spec import families
+from ds_trainer.pipeline.cut import cut_model
+from tests.matrix import pp_compare
 from tests.matrix.compare import worst
 from tests.matrix.pp import TABLE, run, table
 from tests.matrix.pp_compare import compare_all
@@ -34,6 +41,53 @@ def outcomes(world):
 def test_loss_and_gradients_of_two_and_three_stages_are_those_of_the_whole_model(outcomes, model_type):
     for outcome in outcomes[model_type]:
         assert (outcome.verdict, outcome.reason) == ("passed", "")
+
+
+@pytest.mark.parametrize("model_type", SAMPLE)
+def test_the_shipped_plan_is_what_small_models_show(model_type):
+    shipped = vars(families()[model_type])
+    assert stages(model_type).items() <= shipped.items(), "run `make families`"
+
+
+def compare_with(fault, model_type):
+    with mock.patch.object(pp_compare, "cut_model", fault):
+        return compare_all([model_type])[model_type]
+
+
+def scales_what_it_receives(model, ranges, own_stages, owner_of):
+    staged = cut_model(model, ranges, own_stages, owner_of)
+    if own_stages[0] > 0:
+        layer = model.get_submodule(f"model.layers.{ranges[own_stages[0]][0]}")
+        layer.register_forward_pre_hook(
+            lambda module, args, kwargs: with_hidden_states(args, kwargs, lambda hidden: 1.375 * hidden),
+            with_kwargs=True,
+        )
+    return staged
+
+
+def loses_the_gradient_of_its_copy(model, ranges, own_stages, owner_of):
+    staged = cut_model(model, ranges, own_stages, owner_of)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(own_stages[0] not in staged.copies.get(name, ()))
+    return staged
+
+
+def keeps_a_copy_of_its_own(model, ranges, own_stages, owner_of):
+    return replace(cut_model(model, ranges, own_stages, owner_of), copies={})
+
+
+@pytest.mark.parametrize(
+    "fault, found",
+    [
+        (scales_what_it_receives, "model.layers.0.input_layernorm.weight is off by"),
+        (loses_the_gradient_of_its_copy, "model.embed_tokens.weight is off by"),
+        (keeps_a_copy_of_its_own, "does not hold what it should of model.embed_tokens.weight"),
+    ],
+)
+def test_a_cut_that_computes_something_else_shows(world, fault, found):
+    for outcome in world(compare_with, 1, fault, "llama")[0]:
+        assert outcome.verdict == "failed"
+        assert found in outcome.reason
 
 
 @pytest.mark.slow

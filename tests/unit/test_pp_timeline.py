@@ -38,6 +38,20 @@ def test_zero_bubble_schedules_leave_at_most_a_third_of_the_bubble(name, ranks):
         assert found.idle <= timeline("1f1b", ranks, microbatches).idle / 3
 
 
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+def test_with_equal_times_zero_bubble_schedules_are_idle_only_until_a_rank_begins_or_after_it_has_ended(ranks):
+    for name, stages, microbatches in (
+        ("zbv", 2, 2 * ranks - 1),
+        ("zbv", 2, 3 * ranks),
+        ("dualpipev", 2, 2 * ranks),
+        ("dualpipev", 2, 3 * ranks + 1),
+        ("interleaved_zero_bubble", 2, ranks),
+        ("interleaved_zero_bubble", 4, 3 * ranks),
+    ):
+        found = simulate(make_schedule(name, ranks, stages, microbatches))
+        assert found.idle == pytest.approx((ranks - 1) / (3 * stages * microbatches + ranks - 1), abs=1e-12), name
+
+
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_with_equal_times_no_rank_of_zbv_is_idle_between_its_first_pass_and_its_last(ranks):
     for row in timeline("zbv", ranks, 3 * ranks).spans:
@@ -50,6 +64,9 @@ def test_as_many_micro_batches_are_in_flight_as_each_schedule_promises(ranks, mi
     assert timeline("1f1b", ranks, microbatches).peak_in_flight == tuple(
         min(ranks - rank, microbatches) for rank in range(ranks)
     )
+    if microbatches % ranks == 0:
+        most = min((3 * ranks - 1) / 2, microbatches)
+        assert max(timeline("interleaved_1f1b", ranks, microbatches).peak_microbatches) == most
     for name, most in (("interleaved_zero_bubble", ranks), ("zbv", ranks), ("dualpipev", ranks + 0.5)):
         if refusal(name, ranks, 2, microbatches) is None:
             assert max(timeline(name, ranks, microbatches).peak_microbatches) <= most
