@@ -69,6 +69,7 @@ from ds_trainer.optim import hand_over, make_optimizer
 from ds_trainer.output import claimed
 from ds_trainer.pipeline.costs import FACTS, ModelParts, Ranges
 from ds_trainer.pipeline.cut import cut_model
+from ds_trainer.pipeline.observe import refusal
 from ds_trainer.pipeline.parameters import StageParameters
 from ds_trainer.pipeline.schedules import splits_backward, stages_of
 from ds_trainer.pipeline.split_linear import put_off_weight_gradients
@@ -258,6 +259,8 @@ def _deal_out_layers(
     """The layers of every stage of a model whose checkpoint has not told them."""
     text = model.config.get_text_config(decoder=True) if isinstance(model, PreTrainedModel) else None
     parts = ModelParts(shapes, {name: getattr(text, name) for name in FACTS if hasattr(text, name)})
+    if not parts.num_layers:
+        raise refusal(f"{type(model).__name__} has no layers with numbers", "stages are made of a language model's layers")
     if faults := list(check_stages(resolved.config, asked, parts.num_layers)):
         raise ConfigErrors(faults)
     return deal_out(resolved.config, parts, positions)

@@ -18,6 +18,7 @@ from torch import nn
 
 from ds_trainer.models.blocks import gradients_beside, hidden_states, with_hidden_states
 from ds_trainer.pipeline.blank import without_values
+from ds_trainer.pipeline.observe import carries_more
 from ds_trainer.pipeline.passage import Passage, StageDone
 from ds_trainer.tensor_parallel.sequence import stack_of
 

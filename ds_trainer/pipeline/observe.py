@@ -99,6 +99,14 @@ def refusal(found: str, rule: str) -> ModelError:
     return ModelError(found, rule, "set parallel.pp to 1; FSDP2, ZeRO and parallel.tp cut every layer instead")
 
 
+def carries_more(class_name: str, arguments: list[str]) -> ModelError:
+    """The error about layers that are given more than hidden states."""
+    return refusal(
+        f"layers of {class_name} are given more that has a gradient than hidden states: argument {', '.join(arguments)}",
+        "hidden states alone go from one stage to the next, and their gradient back",
+    )
+
+
 def _seed(number: int, module: nn.Module, args: Any) -> None:
     """Some routers draw numbers: each module draws the same ones, whatever was drawn before."""
     torch.default_generator.manual_seed(number)
@@ -175,11 +183,7 @@ class _Watch:
     def around(self, layers: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """The outermost modules that run before the layers, or not at all, and those that run after them."""
         if self._carried:
-            raise refusal(
-                f"layers of {self._class} are given more that has a gradient than hidden states: argument "
-                f"{', '.join(sorted(self._carried))}",
-                "hidden states alone go from one stage to the next, and their gradient back",
-            )
+            raise carries_more(self._class, sorted(self._carried))
         outside = [n for n, m in self._modules.items() if has_parameters(m) and not n.startswith(f"{layers}.")]
         inner = self._of_list[layers]
         start, stop = self._calls.index(inner[0]), self._calls.index(inner[-1])

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from ds_trainer.errors import ConfigError, DataError, NonFiniteError
+from ds_trainer.errors import ConfigError, DataError, NonFiniteError, UserError
 from tests.helpers.runs import D8, collate, largest_difference, make_trainer, weights
 from tests.helpers.tiny import samples, tiny_llama
 
@@ -247,3 +247,41 @@ def generate(out):
 def test_a_model_in_stages_does_not_generate_and_says_what_does(world, tmp_path):
     for text in world(generate, 2, tmp_path):
         assert "parallel.pp is 2" in text and "save_model()" in text
+
+
+def frozen_end(out):
+    """The only trained layer is the first one."""
+    model = tiny_llama(layers=2)
+    model.requires_grad_(False)
+    model.model.layers[0].requires_grad_(True)
+    return refused_model(out, model)
+
+
+def own_optimizer(out):
+    model = tiny_llama(layers=2)
+    return refused_model(out, model, {"optimizers": (torch.optim.SGD(model.parameters(), lr=0.1), None)})
+
+
+def no_language_model(out):
+    return refused_model(out, torch.nn.Linear(2, 2))
+
+
+def refused_model(out, model, given=None):
+    try:
+        make_trainer("ddp", out, model=model, given=given, parallel=parallel())
+    except UserError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize(
+    ("attempt", "words"),
+    [
+        (frozen_end, ("pipeline rank 1 of 2 has no parameter that requires a gradient", "parallel.pp_split")),
+        (own_optimizer, ("Trainer(optimizers=...) with parallel.pp = 2", "set parallel.pp to 1")),
+        (no_language_model, ("Linear", "parallel.pp")),
+    ],
+)
+def test_what_cannot_be_a_pipeline_is_refused_on_every_rank(world, tmp_path, attempt, words):
+    for text in world(attempt, 2, tmp_path):
+        assert text is not None and all(word in text for word in words), text
