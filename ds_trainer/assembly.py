@@ -260,7 +260,9 @@ def _deal_out_layers(
     text = model.config.get_text_config(decoder=True) if isinstance(model, PreTrainedModel) else None
     parts = ModelParts(shapes, {name: getattr(text, name) for name in FACTS if hasattr(text, name)})
     if not parts.num_layers:
-        raise refusal(f"{type(model).__name__} has no layers with numbers", "stages are made of a language model's layers")
+        raise refusal(
+            f"{type(model).__name__} has no layers with numbers", "stages are made of a language model's layers"
+        )
     if faults := list(check_stages(resolved.config, asked, parts.num_layers)):
         raise ConfigErrors(faults)
     return deal_out(resolved.config, parts, positions)

@@ -11,6 +11,7 @@ some percent of a gradient's largest element.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -71,9 +72,9 @@ def references(tmp_path_factory):
     return reference
 
 
-def run_cells(reference: Path, out: Path, data: int, optimizer: str, cells: list[dict], fault: str | None = None):
+def run_cells(reference: Path, out: Path, data: int, optimizer: str, cells: list[dict], *how) -> list[dict]:
     """Several layouts one after the other on these ranks, each held against the reference; returns their proofs."""
-    return [run_cell(reference, out, data, optimizer, sections, fault) for sections in cells]
+    return [run_cell(reference, out, data, optimizer, sections, *how) for sections in cells]
 
 
 def run_cell(
@@ -273,9 +274,9 @@ def test_recomputed_layers_equal_one_process(world, references, tmp_path, how):
 @pytest.mark.parametrize("engine", BF16)
 def test_bf16_with_sums_in_fp32_equals_one_process(world, references, tmp_path, engine, data, tied):
     folder = references("sgd", "autocast" if engine in AUTOCAST else "bf16", tied=tied)
-    for schedule in SCHEDULES:
-        sections = cell(engine, schedule) | {"precision": {"dtype": "bf16"}}
-        proofs = world(run_cell, 2 * data, folder, tmp_path, data, "sgd", sections, None, tied)
+    cells = [cell(engine, schedule) | {"precision": {"dtype": "bf16"}} for schedule in SCHEDULES]
+    everyone = world(run_cells, 2 * data, folder, tmp_path, data, "sgd", cells, None, tied)
+    for sections, proofs in zip(cells, zip(*everyone, strict=True), strict=True):
         check_pipeline(proofs, sections, data)
         assert {proof["facts"].compute_dtype for proof in proofs} == {"bf16"}
 
@@ -307,11 +308,11 @@ def check_cells(world, folder: Path, out: Path, optimizer: str, cells: dict[int,
     for data, sections in cells.items():
         ranks = data * sections[0]["parallel"]["pp"] * sections[0]["parallel"].get("tp", 1)
         everyone = world(run_cells, ranks, folder, out, data, optimizer, sections, timeout_s=400.0)
-        for index, each in enumerate(sections):
-            check_pipeline([proofs[index] for proofs in everyone], each, data)
+        for each, proofs in zip(sections, zip(*everyone, strict=True), strict=True):
+            check_pipeline(proofs, each, data)
 
 
-def check_pipeline(proofs: list[dict], sections: dict, data: int) -> None:
+def check_pipeline(proofs: Sequence[dict], sections: dict, data: int) -> None:
     """Each stage holds its own part and no more, the schedule has run, and the norm is one number."""
     parallel = sections["parallel"]
     pp, schedule = parallel["pp"], parallel["schedule"]
@@ -334,9 +335,11 @@ def check_pipeline(proofs: list[dict], sections: dict, data: int) -> None:
 
 def twenty_steps(out: Path, engine: str, optimizer: dict, sections: dict) -> tuple[list, dict]:
     """Losses and norms of 20 steps of two or more micro-batches, and the weights after them."""
-    keys = {"optimizer": optimizer, "run": {"max_steps": 20}, "logging": {"every_steps": 1}}
+    keys = {"batch": {"micro_size": 1}, "run": {"max_steps": 20}, "logging": {"every_steps": 1}}
     given = {"callbacks": [Copies()]} if sections else None
-    trainer = make_trainer("ddp", out, model=tiny_llama(layers=4), given=given, **ENGINES[engine] | sections | keys)
+    trainer = make_trainer(
+        "ddp", out, model=tiny_llama(layers=4), given=given, optimizer=optimizer, **ENGINES[engine] | sections | keys
+    )
     trainer.train()
     return [(line.loss, line.grad_norm) for line in trainer.state.log_history], weights(trainer)
 
