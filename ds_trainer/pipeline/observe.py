@@ -101,8 +101,9 @@ def refusal(found: str, rule: str) -> ModelError:
 
 def carries_more(class_name: str, arguments: list[str]) -> ModelError:
     """The error about layers that are given more than hidden states."""
+    names = ", ".join(arguments)
     return refusal(
-        f"layers of {class_name} are given more that has a gradient than hidden states: argument {', '.join(arguments)}",
+        f"layers of {class_name} are given more that has a gradient than hidden states: argument {names}",
         "hidden states alone go from one stage to the next, and their gradient back",
     )
 
