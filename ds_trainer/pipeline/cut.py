@@ -45,6 +45,12 @@ def cut_model(
         raise refusal(
             f"the model is a {type(model).__name__}", "a pipeline runs causal language models of transformers"
         )
+    if dropped := [module for module in model.modules() if getattr(module, "layerdrop", 0.0)]:
+        raise ModelError(
+            f"{type(dropped[0]).__name__} has a layerdrop of {dropped[0].layerdrop}, which skips layers at random",
+            "hidden states enter a stage at its first layer and leave it behind its last one",
+            "set layerdrop to 0 in the checkpoint's config.json, or parallel.pp to 1",
+        )
     config_class: Any = type(model.config)
     seen = proven(stock_class(model), config_class)
     depth = len(model.get_submodule(seen.plan.layers))  # type: ignore[arg-type]

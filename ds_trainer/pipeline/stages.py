@@ -73,7 +73,7 @@ def cut_stages(
     passage, spare = Passage(), []
     held = {parameter for stage in own for parameter in staged.parameters_of(stage)}
     for unit in units:
-        if unit.module in set(layers) or (unit.stage in own and unit.stage > 0):
+        if unit.is_layer or (unit.stage in own and unit.stage > 0):
             continue
         # A tied parameter keeps the name that it has in the whole model, though the module of that name is not here.
         copies = {n: p for n, p in unit.module.named_parameters() if p in held and f"{unit.name}.{n}" in staged.owners}
@@ -97,11 +97,13 @@ class _Unit:
         name: Its name.
         module: The module.
         stage: The stage that has it.
+        is_layer: Whether it is a layer.
     """
 
     name: str
     module: nn.Module
     stage: int
+    is_layer: bool
 
 
 def _units(model: PreTrainedModel, seen: Observation, ranges: Ranges) -> list[_Unit]:
@@ -113,7 +115,7 @@ def _units(model: PreTrainedModel, seen: Observation, ranges: Ranges) -> list[_U
         if any(_is_in(name, unit.name) for unit in found):
             continue
         if name in stages:
-            found.append(_Unit(name, module, stages[name]))
+            found.append(_Unit(name, module, stages[name], True))
         elif has_parameters(module):
             is_first, is_last = (any(_is_in(name, n) for n in names) for names in (plan.first, plan.last))
             if not (is_first or is_last):
@@ -122,7 +124,7 @@ def _units(model: PreTrainedModel, seen: Observation, ranges: Ranges) -> list[_U
                     "do not have, or do not call",
                     "what is in no layer is known to run before the layers or after them",
                 )
-            found.append(_Unit(name, module, 0 if is_first else len(ranges) - 1))
+            found.append(_Unit(name, module, 0 if is_first else len(ranges) - 1, False))
     return found
 
 
@@ -138,12 +140,13 @@ def _staged(
     for unit in units:
         for parameter in unit.module.parameters():
             users.setdefault(parameter, set()).add(unit.stage)
+    of_layers = {parameter for unit in units if unit.is_layer for parameter in unit.module.parameters()}
     named = dict(model.named_parameters())
     for name, parameter in named.items():
-        if len(users[parameter]) > 1 and users[parameter] != {0, last}:
+        if len(users[parameter]) > 1 and (users[parameter] != {0, last} or parameter in of_layers):
             raise refusal(
                 f"{name} is shared by stages {', '.join(map(str, sorted(users[parameter])))} of {last + 1}",
-                "the first stage and the last may share a parameter, such as that of embedding and head",
+                "what is before the layers and what is after them may share a parameter, as embedding and head do",
             )
     ranks = {name: [owner_of(stage) for stage in sorted(users[parameter])] for name, parameter in named.items()}
     return StagedModel(

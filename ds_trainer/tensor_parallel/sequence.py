@@ -100,7 +100,7 @@ class _Stack:
 
     def __init__(self, owner: nn.Module, layers: nn.ModuleList, splitter: Splitter, own_masks: bool) -> None:
         self.positions: Positions | None = None
-        self._splitter, self._group, self._own_masks = splitter, splitter.group, own_masks
+        self._group, self._own_masks = splitter.group, own_masks
         self._length: int | None = None
         self._is_cut = False
         self._shape: tuple[int, ...] = ()
@@ -110,7 +110,7 @@ class _Stack:
         for block in layers:
             block.register_forward_pre_hook(self._pass_on, with_kwargs=True)
             block.register_forward_hook(self._remember)
-            self._prepare(block)
+            self._prepare(block, splitter)
         norm = final_norm(owner, layers)
         if norm is None:
             layers[-1].register_forward_hook(self._gather)
@@ -238,7 +238,7 @@ class _Stack:
         """While a module with parameters runs on this rank's positions."""
         return summed_gradients(module, self._group)
 
-    def _prepare(self, block: nn.Module) -> None:
+    def _prepare(self, block: nn.Module, splitter: Splitter) -> None:
         self._derive(block, _Block)
         for child in called(block):
             if isinstance(child, ColumnParallelLinear):
@@ -250,7 +250,7 @@ class _Stack:
             else:
                 self._derive(child, _Region)
                 region: Any = child
-                if (row := exit_of(child, self._splitter)) is not None:
+                if (row := exit_of(child, splitter)) is not None:
                     row.register_forward_pre_hook(self._choose_output, prepend=True)  # Random masks go by it.
                     for part in child.children():  # Its own parameters, such as sinks, are used on all positions.
                         self._sum_gradients_in(part)
