@@ -180,9 +180,8 @@ class DDPEngine:
 
         Comm: copies of tied parameters send theirs to their owners, then one all-reduce per bucket over the data ranks.
         """
-        self._scaler.scale(
-            torch.zeros((), device=self.mesh.device)
-        )  # Makes its scale; a loss has the last stage alone.
+        # Makes the scaler's scale: only the last stage has a loss to multiply by it.
+        self._scaler.scale(torch.zeros((), device=self.mesh.device))
         yield
         self._split.sum_tied({name: p.grad for name, p in self._model.named_parameters()})
         for name, parameter in self._model.named_parameters():

@@ -136,9 +136,8 @@ class FSDP2Engine:
         Comm: at its end one reduce-scatter of each group's gradients over the data ranks of a copy of the model, one
             all-reduce over the copies; then copies of tied parameters send their shards of it to their owners.
         """
-        self._scaler.scale(
-            torch.zeros((), device=self.mesh.device)
-        )  # Makes its scale; a loss has the last stage alone.
+        # Makes the scaler's scale: only the last stage has a loss to multiply by it.
+        self._scaler.scale(torch.zeros((), device=self.mesh.device))
         root = self.module
         root.set_requires_gradient_sync(False)
         root.set_is_last_backward(False)
