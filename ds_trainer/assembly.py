@@ -48,12 +48,12 @@ from ds_trainer.executors.pipeline import PipelineExecutor
 from ds_trainer.ingredients import Ingredients
 from ds_trainer.log import get_logger, warn_once
 from ds_trainer.loss import LossFunction, make_loss
-from ds_trainer.mesh import signals
+from ds_trainer.launch import signals
 from ds_trainer.mesh.agree import agree, agreed
 from ds_trainer.mesh.arrival import awaited
 from ds_trainer.mesh.device import probe_machine
-from ds_trainer.mesh.grid import Grid
-from ds_trainer.mesh.launch_environment import grid_from_environment
+from ds_trainer.launch.rank_grid import Grid
+from ds_trainer.launch.environment import grid_from_environment
 from ds_trainer.mesh.mesh import Mesh, init_mesh
 from ds_trainer.mesh.ops import ensure_ops, required_ops
 from ds_trainer.mesh.patience import patience

@@ -17,7 +17,7 @@ from ds_trainer.executors.base import Evaluated, Executor
 from ds_trainer.loss import IGNORE_INDEX, Batch, LossFunction, with_logits
 from ds_trainer.mesh.agree import agreed
 from ds_trainer.mesh.mesh import Mesh
-from ds_trainer.mesh.signals import StopRequested
+from ds_trainer.launch.signals import StopRequested
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from ds_trainer.errors import ConfigError, DataError
 from ds_trainer.evaluation import eval_mode
 from ds_trainer.mesh.agree import agree, agreed
 from ds_trainer.mesh.mesh import Mesh
-from ds_trainer.mesh.signals import StopRequested
+from ds_trainer.launch.signals import StopRequested
 
 if TYPE_CHECKING:
     from ds_trainer.assembly import Run

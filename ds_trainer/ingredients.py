@@ -18,7 +18,7 @@ from ds_trainer.config.io import load_config
 from ds_trainer.config.schema import RunConfig
 from ds_trainer.errors import ConfigError
 from ds_trainer.log import get_logger
-from ds_trainer.mesh.launch_environment import grid_from_environment
+from ds_trainer.launch.environment import grid_from_environment
 from ds_trainer.optim import LOOK_AT_WHOLE_TENSORS
 
 if TYPE_CHECKING:

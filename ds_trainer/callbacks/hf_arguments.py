@@ -9,7 +9,7 @@ from ds_trainer.config.hf.hf_keys import SAME
 from ds_trainer.config.keys import value
 from ds_trainer.config.schema import RunConfig
 from ds_trainer.errors import ConfigError
-from ds_trainer.mesh.grid import Grid
+from ds_trainer.launch.rank_grid import Grid
 
 
 class NoSuchArgument(ConfigError, AttributeError):

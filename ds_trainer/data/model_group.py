@@ -9,7 +9,7 @@ import torch
 
 from ds_trainer.errors import DataError
 from ds_trainer.loss import Batch
-from ds_trainer.mesh.grid import Grid
+from ds_trainer.launch.rank_grid import Grid
 from ds_trainer.mesh.mesh import Mesh
 
 _DIGEST_BYTES = 5

@@ -17,7 +17,7 @@ from filelock import FileLock, Timeout
 from ds_trainer.data.sealed import damage, seal
 from ds_trainer.errors import DataError
 from ds_trainer.log import get_logger
-from ds_trainer.mesh import signals
+from ds_trainer.launch import signals
 
 POLL_S = 0.2
 PATIENCE_S = 10.0

@@ -13,7 +13,7 @@ from ds_trainer.data.sampler import GlobalBatchSampler
 from ds_trainer.data.sources import require_map_style
 from ds_trainer.data.tokenized import TokenizedDataset, preview
 from ds_trainer.log import get_logger
-from ds_trainer.mesh.grid import Grid
+from ds_trainer.launch.rank_grid import Grid
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from ds_trainer.errors import DesyncError, UserError
-from ds_trainer.mesh import signals
+from ds_trainer.launch import signals
 from ds_trainer.mesh.mesh import Mesh
 from ds_trainer.mesh.stacks import call_site
 

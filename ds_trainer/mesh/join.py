@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from ds_trainer.errors import MachineError
 from ds_trainer.log import get_logger
-from ds_trainer.mesh import signals
-from ds_trainer.mesh.grid import Grid
+from ds_trainer.launch import signals
+from ds_trainer.launch.rank_grid import Grid
 
 JOIN_TIMEOUT = timedelta(minutes=5)
 """Ranks that start together load torch within minutes of one another, even from a cold network drive."""

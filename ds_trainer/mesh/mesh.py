@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ds_trainer.errors import MachineError
-from ds_trainer.mesh.grid import Grid
+from ds_trainer.launch.rank_grid import Grid
 from ds_trainer.mesh.join import join_store
 from ds_trainer.mesh.monitor import Monitor, start_monitor
 from ds_trainer.mesh.status import DEFAULTS, Timeouts

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ds_trainer.config.resolved import ResolvedConfig
 from ds_trainer.errors import MachineError
-from ds_trainer.mesh.grid import Grid
+from ds_trainer.launch.rank_grid import Grid
 from ds_trainer.mesh.host_memory import available_bytes
 from ds_trainer.mesh.swap import remove_leftovers
 from ds_trainer.planner.memory import DTYPE_BYTES, Part

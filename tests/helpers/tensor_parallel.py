@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ds_trainer.config.schema import ParallelConfig
-from ds_trainer.mesh.launch_environment import grid_from_environment
+from ds_trainer.launch.environment import grid_from_environment
 from ds_trainer.mesh.mesh import Mesh, init_mesh
 from ds_trainer.models.source import ModuleWeights
 from ds_trainer.tensor_parallel.apply import split_model

@@ -86,7 +86,7 @@ def test_every_kind_of_file_is_missed_and_the_checkpoint_before_goes_on(world, r
 def faults_of_damage(run_dir):
     """Damages one file after the other, and asks both ranks what they find."""
     from ds_trainer.checkpoint.store import _faults
-    from ds_trainer.mesh.launch_environment import grid_from_environment
+    from ds_trainer.launch.environment import grid_from_environment
     from ds_trainer.mesh.mesh import init_mesh
 
     mesh = init_mesh(grid_from_environment(), "cpu")

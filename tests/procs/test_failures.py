@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ds_trainer.errors import DataError, exit_on_user_error
 from ds_trainer.mesh.agree import agree, agreed
-from ds_trainer.mesh.grid import Grid
+from ds_trainer.launch.rank_grid import Grid
 from ds_trainer.mesh.mesh import init_mesh
 from ds_trainer.mesh.patience import patience
 from ds_trainer.mesh.peers import Introduction

@@ -11,7 +11,7 @@ import torch
 
 from ds_trainer.errors import MachineError
 from ds_trainer.mesh import join
-from ds_trainer.mesh.grid import Grid
+from ds_trainer.launch.rank_grid import Grid
 from tests.helpers.launch import free_port
 
 

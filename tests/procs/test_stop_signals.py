@@ -8,7 +8,7 @@ import signal
 import pytest
 
 from ds_trainer.callbacks.base import Callback
-from ds_trainer.mesh.signals import EXIT_CODE
+from ds_trainer.launch.signals import EXIT_CODE
 from tests.helpers.runs import D8, make_trainer
 from tests.helpers.tiny import tiny_llama
 from tests.helpers.tokenizers import make_tokenizer

@@ -14,7 +14,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Qwen3Config, Qwen3ForCausa
 
 from ds_trainer.config.schema import ParallelConfig
 from ds_trainer.errors import ModelError
-from ds_trainer.mesh.grid import Grid
+from ds_trainer.launch.rank_grid import Grid
 from ds_trainer.tensor_parallel.apply import split_model
 from ds_trainer.tensor_parallel.plan import STYLE_NAMES
 from ds_trainer.tensor_parallel.styles import STYLES

@@ -8,9 +8,9 @@ from threading import Barrier, get_ident
 import pytest
 
 from ds_trainer.errors import DataError, DesyncError, MachineError, UserError
-from ds_trainer.mesh import signals
+from ds_trainer.launch import signals
 from ds_trainer.mesh.agree import agree, agreed
-from ds_trainer.mesh.grid import Grid
+from ds_trainer.launch.rank_grid import Grid
 from ds_trainer.mesh.main_thread import MainThread
 from ds_trainer.mesh.monitor import Monitor
 

@@ -12,7 +12,7 @@ import pytest
 from ds_trainer.data import once
 from ds_trainer.data.once import build_once
 from ds_trainer.errors import DataError
-from ds_trainer.mesh import signals
+from ds_trainer.launch import signals
 
 spawn = multiprocessing.get_context("spawn")
 fork = multiprocessing.get_context("fork")

@@ -11,7 +11,7 @@ from ds_trainer.config.schema import DataConfig
 from ds_trainer.data.prepare import prepare
 from ds_trainer.data.tokenized import ROWS_PER_BATCH, preview
 from ds_trainer.errors import DataError, MachineError
-from ds_trainer.mesh import signals
+from ds_trainer.launch import signals
 from tests.helpers.tokenizers import MARKED_TEMPLATE, make_tokenizer
 
 SHORT = {"prompt": "no", "completion": " yes"}  # <s> no yes </s>

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from ds_trainer.mesh.grid import Grid
+from ds_trainer.launch.rank_grid import Grid
 
 
 def test_without_other_axes_every_rank_is_a_data_rank():

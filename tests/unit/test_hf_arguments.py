@@ -11,7 +11,7 @@ from ds_trainer.config.hf.hf_keys import SAME
 from ds_trainer.config.keys import FOREIGN_SPELLINGS, leaf_fields
 from ds_trainer.config.schema import RunConfig
 from ds_trainer.errors import ConfigError
-from ds_trainer.mesh.grid import Grid
+from ds_trainer.launch.rank_grid import Grid
 
 PROPERTIES = {"process_index", "local_process_index", "world_size"}
 

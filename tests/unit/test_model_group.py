@@ -5,7 +5,7 @@ import torch
 
 from ds_trainer.data.model_group import difference, digest, require_same
 from ds_trainer.errors import DataError
-from ds_trainer.mesh.grid import Grid
+from ds_trainer.launch.rank_grid import Grid
 
 BATCH = {"input_ids": torch.arange(6).view(2, 3), "attention_mask": torch.ones(2, 3, dtype=torch.bool), "names": ["a"]}
 

@@ -9,11 +9,12 @@ import time
 
 import pytest
 
-from ds_trainer.cli import main, ranks
+from ds_trainer.cli import main
+from ds_trainer.launch import local_launcher as ranks
 from ds_trainer.cli import train as train_command
 from ds_trainer.errors import ConfigError
-from ds_trainer.mesh.grid import Grid
-from ds_trainer.mesh.launch_environment import read_launch
+from ds_trainer.launch.rank_grid import Grid
+from ds_trainer.launch.environment import read_launch
 
 PLAIN = {name: value for name, value in os.environ.items() if name in ("PATH", "HOME")}
 
@@ -82,7 +83,7 @@ def test_a_signal_reaches_every_rank_and_each_may_take_its_time(tmp_path, number
         tmp_path,
     )
     launcher = subprocess.Popen(
-        python(f"from ds_trainer.cli.ranks import run_ranks; sys.exit(run_ranks({saves!r}, 2))"), env=PLAIN
+        python(f"from ds_trainer.launch.local_launcher import run_ranks; sys.exit(run_ranks({saves!r}, 2))"), env=PLAIN
     )
     while len(list(tmp_path.glob("up-*"))) < 2:
         time.sleep(0.05)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from ds_trainer.errors import MachineError
-from ds_trainer.mesh.grid import Grid
+from ds_trainer.launch.rank_grid import Grid
 
 
 def number(environ: Mapping[str, str], name: str) -> int:

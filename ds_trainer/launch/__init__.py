@@ -1,0 +1,1 @@
+"""Who this process is among the ranks: environment, SLURM, rank arithmetic, signals. Pure."""
