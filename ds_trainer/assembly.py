@@ -56,9 +56,9 @@ from ds_trainer.launch.rank_grid import Grid
 from ds_trainer.launch.environment import grid_from_environment
 from ds_trainer.mesh.mesh import Mesh, init_mesh
 from ds_trainer.mesh.ops import ensure_ops, required_ops
-from ds_trainer.mesh.patience import patience
+from ds_trainer.health.expected_wait import patience
 from ds_trainer.mesh.preflight import check_machine
-from ds_trainer.mesh.status import Timeouts
+from ds_trainer.health.status import Timeouts
 from ds_trainer.models.build import build_model
 from ds_trainer.models.chunked_head import chunk_head
 from ds_trainer.models.hf import is_causal_lm, load_tokenizer

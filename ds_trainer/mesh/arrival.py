@@ -12,7 +12,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from ds_trainer.errors import UserError
 from ds_trainer.mesh.mesh import Mesh
-from ds_trainer.mesh.patience import patience
+from ds_trainer.health.expected_wait import patience
 
 _POLL_S = 0.05
 _PARTING_S = 20.0

@@ -13,9 +13,9 @@ from ds_trainer.errors import DataError, exit_on_user_error
 from ds_trainer.mesh.agree import agree, agreed
 from ds_trainer.launch.rank_grid import Grid
 from ds_trainer.mesh.mesh import init_mesh
-from ds_trainer.mesh.patience import patience
-from ds_trainer.mesh.peers import Introduction
-from ds_trainer.mesh.status import DEFAULTS, Timeouts
+from ds_trainer.health.expected_wait import patience
+from ds_trainer.health.local_peers import Introduction
+from ds_trainer.health.status import DEFAULTS, Timeouts
 from tests.helpers.failing import due, run_ranks
 
 WHERE = "rank 1, step 3, samples [31, 7]"

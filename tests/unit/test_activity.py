@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from ds_trainer.mesh import activity
-from ds_trainer.mesh.activity import Activity
+from ds_trainer.health import activity
+from ds_trainer.health.activity import Activity
 
 SPIN = "import time\nend = time.monotonic() + 20\nwhile time.monotonic() < end: pass"
 

@@ -8,14 +8,14 @@ import time
 
 import pytest
 
-from ds_trainer.mesh.black_box import BlackBox
-from ds_trainer.mesh.peers import Introduction, Peers
-from ds_trainer.mesh.whereabouts import Whereabouts
+from ds_trainer.health.shared_status import BlackBox
+from ds_trainer.health.local_peers import Introduction, Peers
+from ds_trainer.health.rank_position import Whereabouts
 
 CHILD = """
 import time
-from ds_trainer.mesh.black_box import BlackBox
-from ds_trainer.mesh.whereabouts import Whereabouts
+from ds_trainer.health.shared_status import BlackBox
+from ds_trainer.health.rank_position import Whereabouts
 box = BlackBox()
 for step in (1, 2, 3):
     box.write(Whereabouts(f"step {step}", step, "samples [3, 7]", guarded=1))

@@ -8,8 +8,8 @@ import weakref
 
 import pytest
 
-from ds_trainer.mesh import stacks
-from ds_trainer.mesh.patience import patience, patient
+from ds_trainer.health import stacks
+from ds_trainer.health.expected_wait import patience, patient
 
 
 @pytest.fixture

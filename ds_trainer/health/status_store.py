@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from ds_trainer.mesh.status import Status
+from ds_trainer.health.status import Status
 
 
 class Board:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from ds_trainer.mesh.whereabouts import Whereabouts
+from ds_trainer.health.rank_position import Whereabouts
 
 _PAGE = 4096
 """Written by one call and inside one page, a record is whole or not there, whenever the writer is killed."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ds_trainer.errors import RankFailedError
-from ds_trainer.mesh.whereabouts import Whereabouts
+from ds_trainer.health.rank_position import Whereabouts
 
 
 @dataclass(frozen=True)
