@@ -109,7 +109,7 @@ def run_case(case: Case, folder: str) -> dict[str, Any] | None:
     from transformers import LlamaConfig, LlamaForCausalLM, default_data_collator
 
     from ds_trainer import Trainer
-    from ds_trainer.mesh.memory import peak_memory_bytes
+    from ds_trainer.distributed.memory import peak_memory_bytes
 
     torch.set_num_threads(1)
     torch.manual_seed(0)

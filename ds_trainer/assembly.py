@@ -49,12 +49,12 @@ from ds_trainer.ingredients import Ingredients
 from ds_trainer.log import get_logger, warn_once
 from ds_trainer.loss import LossFunction, make_loss
 from ds_trainer.launch import signals
-from ds_trainer.mesh.agree import agree, agreed
-from ds_trainer.mesh.arrival import awaited
-from ds_trainer.mesh.device import probe_machine
+from ds_trainer.distributed.consensus import agree, agreed
+from ds_trainer.distributed.store_barrier import awaited
+from ds_trainer.distributed.device import probe_machine
 from ds_trainer.launch.rank_grid import Grid
 from ds_trainer.launch.environment import grid_from_environment
-from ds_trainer.mesh.mesh import Mesh, init_mesh
+from ds_trainer.distributed.process_groups import Mesh, init_mesh
 from ds_trainer.mesh.ops import ensure_ops, required_ops
 from ds_trainer.health.expected_wait import patience
 from ds_trainer.mesh.preflight import check_machine

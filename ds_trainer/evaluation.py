@@ -15,8 +15,8 @@ from ds_trainer.data.loader import BatchLoader
 from ds_trainer.engines.base import Engine
 from ds_trainer.executors.base import Evaluated, Executor
 from ds_trainer.loss import IGNORE_INDEX, Batch, LossFunction, with_logits
-from ds_trainer.mesh.agree import agreed
-from ds_trainer.mesh.mesh import Mesh
+from ds_trainer.distributed.consensus import agreed
+from ds_trainer.distributed.process_groups import Mesh
 from ds_trainer.launch.signals import StopRequested
 
 

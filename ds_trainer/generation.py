@@ -15,8 +15,8 @@ from ds_trainer.data.loader import padding_id
 from ds_trainer.data.prompts import encode_prompt
 from ds_trainer.errors import ConfigError, DataError
 from ds_trainer.evaluation import eval_mode
-from ds_trainer.mesh.agree import agree, agreed
-from ds_trainer.mesh.mesh import Mesh
+from ds_trainer.distributed.consensus import agree, agreed
+from ds_trainer.distributed.process_groups import Mesh
 from ds_trainer.launch.signals import StopRequested
 
 if TYPE_CHECKING:

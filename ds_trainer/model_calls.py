@@ -21,7 +21,7 @@ from ds_trainer.evaluation import EvaluationResult, prediction_metrics, run_eval
 from ds_trainer.evaluation_samples import continued, keep, show
 from ds_trainer.generation import Decoding, Messages, generate_texts
 from ds_trainer.log import get_logger
-from ds_trainer.mesh.agree import agree, agreed
+from ds_trainer.distributed.consensus import agree, agreed
 from ds_trainer.metrics import EvalMetrics
 from ds_trainer.models.buffers import persistent_buffers
 from ds_trainer.output import GENERATIONS, MODEL

@@ -25,9 +25,9 @@ from ds_trainer.executors.step import StepLoss, run_step
 from ds_trainer.ingredients import ConfigSource, Ingredients, loaded_config
 from ds_trainer.log import get_logger, warn_once
 from ds_trainer.launch import signals
-from ds_trainer.mesh.agree import agree, agreed
-from ds_trainer.mesh.arrival import part_together
-from ds_trainer.mesh.memory import peak_memory_bytes
+from ds_trainer.distributed.consensus import agree, agreed
+from ds_trainer.distributed.store_barrier import part_together
+from ds_trainer.distributed.memory import peak_memory_bytes
 from ds_trainer.launch.signals import StopRequested
 from ds_trainer.metrics import EvalMetrics, WindowMean
 from ds_trainer.model_calls import ModelCalls, guarded

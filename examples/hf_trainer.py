@@ -29,7 +29,7 @@ from ds_trainer.data.loader import pad_collate, padding_id
 from ds_trainer.data.prepare import prepare
 from ds_trainer.data.sampler import GlobalBatchSampler
 from ds_trainer.log import get_logger
-from ds_trainer.mesh.device import probe_machine
+from ds_trainer.distributed.device import probe_machine
 from ds_trainer.launch.environment import grid_from_environment
 from ds_trainer.mesh.ops import disable_shm_comm
 

@@ -29,8 +29,8 @@ from ds_trainer.checkpoint.sharded import INDEX, Shard, write_shards
 from ds_trainer.checkpoint.stored import StoredState, reading
 from ds_trainer.errors import CheckpointError, MachineError
 from ds_trainer.log import get_logger
-from ds_trainer.mesh.agree import agreed
-from ds_trainer.mesh.mesh import Mesh
+from ds_trainer.distributed.consensus import agreed
+from ds_trainer.distributed.process_groups import Mesh
 
 STATE, RUN, LAYOUT = "trainer_state.json", "run.json", "layout.json"
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from ds_trainer.config.resolved import ResolvedConfig
 from ds_trainer.engines.base import Engine
-from ds_trainer.mesh.mesh import Mesh
+from ds_trainer.distributed.process_groups import Mesh
 
 
 def make_accelerate_engine(resolved: ResolvedConfig, mesh: Mesh) -> Engine:

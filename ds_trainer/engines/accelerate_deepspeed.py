@@ -16,7 +16,7 @@ from ds_trainer.config.resolved import ResolvedConfig
 from ds_trainer.engines.accelerator import check_prepared, make_accelerator, told_by_json
 from ds_trainer.engines.deepspeed import DeepSpeedEngine
 from ds_trainer.errors import EngineError
-from ds_trainer.mesh.mesh import Mesh
+from ds_trainer.distributed.process_groups import Mesh
 
 
 class AccelerateDeepSpeedEngine(DeepSpeedEngine):

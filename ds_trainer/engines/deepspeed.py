@@ -49,7 +49,7 @@ from ds_trainer.engines.zero3_load import load_partitioned
 from ds_trainer.engines.zero_state import catch_up_cpu_adam, load_wide_masters, owned_slices, state_handles
 from ds_trainer.errors import EngineError
 from ds_trainer.layout import ParameterSlice
-from ds_trainer.mesh.mesh import Mesh
+from ds_trainer.distributed.process_groups import Mesh
 from ds_trainer.mesh.ops import disable_shm_comm
 from ds_trainer.mesh.swap import SwapFolder
 from ds_trainer.models.source import WeightSource

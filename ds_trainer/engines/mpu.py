@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from ds_trainer.errors import EngineError
-from ds_trainer.mesh.mesh import Mesh
+from ds_trainer.distributed.process_groups import Mesh
 from ds_trainer.tensor_parallel.split import ModelSplit
 
 

@@ -7,8 +7,8 @@ from ds_trainer.engines.measure import content_hash
 from ds_trainer.engines.state import MASTER
 from ds_trainer.errors import EngineError
 from ds_trainer.layout import ParameterSlice
-from ds_trainer.mesh.agree import agreed
-from ds_trainer.mesh.mesh import Mesh
+from ds_trainer.distributed.consensus import agreed
+from ds_trainer.distributed.process_groups import Mesh
 
 
 def check_replicas(engine: Engine, mesh: Mesh, place: str) -> None:

@@ -10,8 +10,8 @@ import torch
 from ds_trainer.data import model_group
 from ds_trainer.executors.base import Executor
 from ds_trainer.loss import Batch, LossFunction
-from ds_trainer.mesh.agree import agreed
-from ds_trainer.mesh.mesh import Mesh
+from ds_trainer.distributed.consensus import agreed
+from ds_trainer.distributed.process_groups import Mesh
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from ds_trainer.engines.state import MASTER
 from ds_trainer.errors import CheckpointError
 from ds_trainer.layout import ParameterSlice
 from ds_trainer.log import get_logger
-from ds_trainer.mesh.mesh import Mesh
+from ds_trainer.distributed.process_groups import Mesh
 from ds_trainer.state import TrainerState
 
 _SEQUENCES = "sequence parallelism"

@@ -20,7 +20,7 @@ from ds_trainer.engines.base import Engine
 from ds_trainer.engines.state import MASTER
 from ds_trainer.errors import CheckpointError
 from ds_trainer.log import rank
-from ds_trainer.mesh.agree import agreed
+from ds_trainer.distributed.consensus import agreed
 from ds_trainer.models.buffers import persistent_buffers
 from ds_trainer.saving.resume import describe_layout
 

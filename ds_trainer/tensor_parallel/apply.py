@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from ds_trainer.config.schema import ParallelConfig
 from ds_trainer.errors import ModelError
 from ds_trainer.log import get_logger
-from ds_trainer.mesh.mesh import Mesh
+from ds_trainer.distributed.process_groups import Mesh
 from ds_trainer.models.spec import families
 from ds_trainer.tensor_parallel.column_group import ColumnGroup
 from ds_trainer.tensor_parallel.dropout import has_dropout, own_masks_between_layers

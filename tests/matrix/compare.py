@@ -18,7 +18,7 @@ from ds_trainer.layout import Cut
 from ds_trainer.log import get_logger
 from ds_trainer.loss import CrossEntropy, shifted_labels
 from ds_trainer.launch.environment import grid_from_environment
-from ds_trainer.mesh.mesh import Mesh, init_mesh
+from ds_trainer.distributed.process_groups import Mesh, init_mesh
 from ds_trainer.models.scaled_down import VOCAB, causal_lm, scaled_down
 from ds_trainer.models.skeleton import skeleton
 from ds_trainer.models.source import ModuleWeights

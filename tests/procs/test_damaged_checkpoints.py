@@ -87,7 +87,7 @@ def faults_of_damage(run_dir):
     """Damages one file after the other, and asks both ranks what they find."""
     from ds_trainer.checkpoint.store import _faults
     from ds_trainer.launch.environment import grid_from_environment
-    from ds_trainer.mesh.mesh import init_mesh
+    from ds_trainer.distributed.process_groups import init_mesh
 
     mesh = init_mesh(grid_from_environment(), "cpu")
     found = {}

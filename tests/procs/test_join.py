@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ds_trainer.errors import MachineError
-from ds_trainer.mesh import join
+from ds_trainer.distributed import rendezvous as join
 from ds_trainer.launch.rank_grid import Grid
 from tests.helpers.launch import free_port
 

@@ -14,7 +14,7 @@ from ds_trainer.data.same import same_everywhere
 from ds_trainer.data.sampler import GlobalBatchSampler
 from ds_trainer.errors import DataError
 from ds_trainer.launch.rank_grid import Grid
-from ds_trainer.mesh.mesh import init_mesh
+from ds_trainer.distributed.process_groups import init_mesh
 from tests.helpers.runs import D8, collate, make_trainer
 from tests.helpers.tiny import oracle, tiny_llama
 

@@ -9,7 +9,7 @@ import pytest
 
 from ds_trainer.errors import DataError, DesyncError, MachineError, UserError
 from ds_trainer.launch import signals
-from ds_trainer.mesh.agree import agree, agreed
+from ds_trainer.distributed.consensus import agree, agreed
 from ds_trainer.launch.rank_grid import Grid
 from ds_trainer.health.main_thread import MainThread
 from ds_trainer.health.monitor import Monitor

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from ds_trainer.mesh.mesh import Mesh
+from ds_trainer.distributed.process_groups import Mesh
 
 
 def device_mesh(mesh: Mesh, axes: Mapping[str, int]) -> DeviceMesh:

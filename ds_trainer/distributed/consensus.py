@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from ds_trainer.errors import DesyncError, UserError
 from ds_trainer.launch import signals
-from ds_trainer.mesh.mesh import Mesh
+from ds_trainer.distributed.process_groups import Mesh
 from ds_trainer.health.stacks import call_site
 
 MAX_VALUES = 4

@@ -1,0 +1,1 @@
+"""Process groups, rendezvous, consensus of ranks, devices."""
