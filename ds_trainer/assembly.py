@@ -55,9 +55,9 @@ from ds_trainer.distributed.device import probe_machine
 from ds_trainer.launch.rank_grid import Grid
 from ds_trainer.launch.environment import grid_from_environment
 from ds_trainer.distributed.process_groups import Mesh, init_mesh
-from ds_trainer.mesh.ops import ensure_ops, required_ops
+from ds_trainer.host.deepspeed_ops import ensure_ops, required_ops
 from ds_trainer.health.expected_wait import patience
-from ds_trainer.mesh.preflight import check_machine
+from ds_trainer.host.preflight import check_machine
 from ds_trainer.health.status import Timeouts
 from ds_trainer.models.build import build_model
 from ds_trainer.models.chunked_head import chunk_head

@@ -31,7 +31,7 @@ from ds_trainer.data.sampler import GlobalBatchSampler
 from ds_trainer.log import get_logger
 from ds_trainer.distributed.device import probe_machine
 from ds_trainer.launch.environment import grid_from_environment
-from ds_trainer.mesh.ops import disable_shm_comm
+from ds_trainer.host.deepspeed_ops import disable_shm_comm
 
 
 def training_arguments(resolved: ResolvedConfig) -> dict[str, Any]:

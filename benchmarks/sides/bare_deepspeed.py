@@ -18,7 +18,7 @@ from ds_trainer.config.deepspeed.to_deepspeed import to_deepspeed
 from ds_trainer.config.io import load_config
 from ds_trainer.config.machine import probe_machine_pure
 from ds_trainer.config.resolve import resolve
-from ds_trainer.mesh.ops import disable_shm_comm
+from ds_trainer.host.deepspeed_ops import disable_shm_comm
 from ds_trainer.optim import lr_factor, make_optimizer
 
 

@@ -50,8 +50,8 @@ from ds_trainer.engines.zero_state import catch_up_cpu_adam, load_wide_masters, 
 from ds_trainer.errors import EngineError
 from ds_trainer.layout import ParameterSlice
 from ds_trainer.distributed.process_groups import Mesh
-from ds_trainer.mesh.ops import disable_shm_comm
-from ds_trainer.mesh.swap import SwapFolder
+from ds_trainer.host.deepspeed_ops import disable_shm_comm
+from ds_trainer.host.swap_folder import SwapFolder
 from ds_trainer.models.source import WeightSource
 from ds_trainer.models.weights import load_full
 from ds_trainer.tensor_parallel.split import ModelSplit

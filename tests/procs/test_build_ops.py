@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-ENSURE = "from ds_trainer.mesh.ops import ensure_ops; ensure_ops(['cpu_adam'])"
+ENSURE = "from ds_trainer.host.deepspeed_ops import ensure_ops; ensure_ops(['cpu_adam'])"
 SOURCES = 2
 # torch first asks the compiler for its version, which these two answer.
 FAILS = 'case "$*" in *cpu_adam*) echo the compiler is out of patience >&2; exit 1;; *) exec c++ "$@";; esac'

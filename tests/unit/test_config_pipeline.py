@@ -22,7 +22,7 @@ from ds_trainer.config.schema import BatchConfig
 from ds_trainer.config.torch.to_torch import fsdp2_arguments
 from ds_trainer.config.torch.torch_snippet import ddp_snippet, fsdp2_snippet
 from ds_trainer.errors import ConfigError, ConfigErrors
-from ds_trainer.mesh.preflight import host_parts
+from ds_trainer.host.preflight import host_parts
 from ds_trainer.models.spec import read_spec
 from ds_trainer.pipeline.schedules import NAMES
 from tests.helpers.deepspeed_reads import accept

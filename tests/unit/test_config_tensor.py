@@ -20,7 +20,7 @@ from ds_trainer.config.torch.to_torch import fsdp2_arguments
 from ds_trainer.config.torch.torch_snippet import ddp_snippet, fsdp2_snippet
 from ds_trainer.errors import ConfigErrors, ModelError
 from ds_trainer.launch.rank_grid import Grid
-from ds_trainer.mesh.preflight import host_parts
+from ds_trainer.host.preflight import host_parts
 from ds_trainer.models.spec import read_spec
 from ds_trainer.tensor_parallel.plan import plan_for
 from ds_trainer.tensor_parallel.shares import Shares

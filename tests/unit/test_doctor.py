@@ -4,7 +4,7 @@ import pytest
 
 from ds_trainer.cli import main
 from ds_trainer.errors import MachineError
-from ds_trainer.mesh import doctor
+from ds_trainer.host import doctor
 from ds_trainer.distributed import device
 
 

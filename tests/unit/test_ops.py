@@ -12,8 +12,9 @@ import pytest
 from ds_trainer.config.resolved import Machine, ResolvedConfig
 from ds_trainer.config.schema import RunConfig
 from ds_trainer.errors import MachineError
-from ds_trainer.mesh import ops, toolchain
-from ds_trainer.mesh.build_lock import build_lock, clear_torch_lock, lock_holder, stale_locks
+from ds_trainer.host import deepspeed_ops as ops
+from ds_trainer.host import toolchain
+from ds_trainer.host.build_lock import build_lock, clear_torch_lock, lock_holder, stale_locks
 
 HOLD = "import sys, time; f = open(sys.argv[1], 'a'); print('held', flush=True); time.sleep(60)"
 
@@ -103,7 +104,7 @@ def test_a_lock_is_waited_for_while_its_holder_lives(lock):
         [
             sys.executable,
             "-c",
-            "import sys; from pathlib import Path; from ds_trainer.mesh.build_lock import clear_torch_lock; "
+            "import sys; from pathlib import Path; from ds_trainer.host.build_lock import clear_torch_lock; "
             "clear_torch_lock(Path(sys.argv[1]), known_dead=True)",
             str(lock),
         ],
@@ -121,7 +122,7 @@ def test_a_lock_is_waited_for_while_its_holder_lives(lock):
 @pytest.mark.case("F9")
 def test_a_build_that_is_killed_leaves_a_note_for_the_next_one(tmp_path):
     script = (
-        "import sys, time; from pathlib import Path; from ds_trainer.mesh.build_lock import build_lock\n"
+        "import sys, time; from pathlib import Path; from ds_trainer.host.build_lock import build_lock\n"
         "with build_lock(Path(sys.argv[1])) as held:\n"
         "    held.begin('cpu_adam'); print('building', flush=True); time.sleep(60)"
     )

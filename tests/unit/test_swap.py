@@ -7,10 +7,10 @@ import sys
 import pytest
 
 from ds_trainer.errors import MachineError
-from ds_trainer.mesh.swap import Owner, SwapFolder, remove_leftovers
+from ds_trainer.host.swap_folder import Owner, SwapFolder, remove_leftovers
 
 HOLD = (
-    "import sys, time; from ds_trainer.mesh.swap import SwapFolder\n"
+    "import sys, time; from ds_trainer.host.swap_folder import SwapFolder\n"
     "folder = SwapFolder(sys.argv[1], 'other', 0); print(folder.path, flush=True); time.sleep(float(sys.argv[2]))"
 )
 

@@ -24,8 +24,8 @@ from ds_trainer.config.backend import backend
 from ds_trainer.config.resolved import ResolvedConfig
 from ds_trainer.errors import MachineError
 from ds_trainer.log import get_logger
-from ds_trainer.mesh.build_lock import BuildLock, build_lock, clear_torch_lock
-from ds_trainer.mesh.toolchain import require_toolchain
+from ds_trainer.host.build_lock import BuildLock, build_lock, clear_torch_lock
+from ds_trainer.host.toolchain import require_toolchain
 
 BUILDERS = {"cpu_adam": "CPUAdamBuilder", "cpu_lion": "CPULionBuilder", "async_io": "AsyncIOBuilder"}
 """Op -> the name under which DeepSpeed's accelerator makes its builder."""

@@ -12,8 +12,8 @@ from pathlib import Path
 from ds_trainer.config.resolved import ResolvedConfig
 from ds_trainer.errors import MachineError
 from ds_trainer.launch.rank_grid import Grid
-from ds_trainer.mesh.host_memory import available_bytes
-from ds_trainer.mesh.swap import remove_leftovers
+from ds_trainer.host.host_memory import available_bytes
+from ds_trainer.host.swap_folder import remove_leftovers
 from ds_trainer.planner.memory import DTYPE_BYTES, Part
 from ds_trainer.planner.needs import buffers, row_of
 
