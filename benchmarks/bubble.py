@@ -31,9 +31,9 @@ from rich.table import Table
 from torch import nn
 
 from ds_trainer.pipeline.runtime import PipelineRuntime
-from ds_trainer.pipeline.schedules import Schedule, default_virtual_stages, make_schedule, refusal
+from ds_trainer.planning.pp_schedules import Schedule, default_virtual_stages, make_schedule, refusal
 from ds_trainer.pipeline.split_backward import gradient_of
-from ds_trainer.pipeline.timeline import simulate
+from ds_trainer.planning.pp_timeline import simulate
 
 SECONDS = 0.1
 """Of a forward pass through the layers of a rank, whether they are one stage or several."""

@@ -64,14 +64,14 @@ from ds_trainer.models.chunked_head import chunk_head
 from ds_trainer.models.hf import is_causal_lm, load_tokenizer
 from ds_trainer.models.hub import resolve_folder
 from ds_trainer.models.source import ModuleWeights, WeightSource
-from ds_trainer.models.spec import ModelSpec, read_spec
+from ds_trainer.planning.checkpoint_spec import ModelSpec, read_spec
 from ds_trainer.optim import hand_over, make_optimizer
 from ds_trainer.output import claimed
-from ds_trainer.pipeline.costs import FACTS, ModelParts, Ranges
+from ds_trainer.planning.pp_costs import FACTS, ModelParts, Ranges
 from ds_trainer.pipeline.cut import cut_model
 from ds_trainer.pipeline.observe import refusal
 from ds_trainer.pipeline.parameters import StageParameters
-from ds_trainer.pipeline.schedules import splits_backward, stages_of
+from ds_trainer.planning.pp_schedules import splits_backward, stages_of
 from ds_trainer.pipeline.split_linear import put_off_weight_gradients
 from ds_trainer.pipeline.stages import StagedModel
 from ds_trainer.saving.best_metric import require_evaluations

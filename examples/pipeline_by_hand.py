@@ -15,12 +15,12 @@ import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ds_trainer.pipeline.cut import cut_model
-from ds_trainer.pipeline.drawing import as_text
+from ds_trainer.planning.pp_drawing import as_text
 from ds_trainer.pipeline.parameters import StageParameters
 from ds_trainer.pipeline.runtime import PipelineRuntime
-from ds_trainer.pipeline.schedules import NAMES, default_virtual_stages, make_schedule
+from ds_trainer.planning.pp_schedules import NAMES, default_virtual_stages, make_schedule
 from ds_trainer.pipeline.split_linear import put_off_weight_gradients
-from ds_trainer.pipeline.timeline import simulate
+from ds_trainer.planning.pp_timeline import simulate
 
 MICROBATCHES, LAYERS, VOCABULARY = 8, 8, 256
 TOLERANCE = 1e-5

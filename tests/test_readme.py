@@ -21,7 +21,7 @@ from ds_trainer.config.engine_table import section_row
 from ds_trainer.config.io import load_config
 from ds_trainer.config.keys import leaf_fields
 from ds_trainer.metrics import StepMetrics, read_metrics
-from ds_trainer.planner.memory import bytes_per_parameter, ddp_bytes_per_parameter, fsdp2_bytes_per_parameter
+from ds_trainer.planning.memory import bytes_per_parameter, ddp_bytes_per_parameter, fsdp2_bytes_per_parameter
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()

@@ -8,7 +8,7 @@ from pathlib import Path
 from ds_trainer.config.schema import RunConfig
 from ds_trainer.errors import MachineError
 from ds_trainer.log import get_logger
-from ds_trainer.planner.memory import moment_bytes
+from ds_trainer.planning.memory import moment_bytes
 
 
 def require_room(config: RunConfig, num_trained: int, saves: int) -> None:

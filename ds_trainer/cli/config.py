@@ -27,8 +27,8 @@ from ds_trainer.config.stages import parts_of, positions
 from ds_trainer.config.tensor_rules import shares_of
 from ds_trainer.config.translate import OPTIONS, TARGETS, engine_overrides, translate
 from ds_trainer.errors import ConfigError, ConfigErrors, UserError
-from ds_trainer.models.spec import ModelSpec, quantized_error, read_spec
-from ds_trainer.pipeline.schedules import stages_of
+from ds_trainer.planning.checkpoint_spec import ModelSpec, quantized_error, read_spec
+from ds_trainer.planning.pp_schedules import stages_of
 from ds_trainer.planner.needs import rows_by_stage
 
 if TYPE_CHECKING:

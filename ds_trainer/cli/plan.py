@@ -15,10 +15,10 @@ from ds_trainer.config.resolved import ResolvedConfig
 from ds_trainer.config.schema import ParallelConfig, RunConfig
 from ds_trainer.config.stages import deal_out, num_stages, parts_of, positions
 from ds_trainer.errors import ConfigError
-from ds_trainer.models.spec import ModelSpec
-from ds_trainer.pipeline.drawing import as_text, plot_timeline, title
-from ds_trainer.pipeline.schedules import NAMES, Kind, default_virtual_stages, make_schedule, refusal
-from ds_trainer.pipeline.timeline import Timeline, simulate
+from ds_trainer.planning.checkpoint_spec import ModelSpec
+from ds_trainer.planning.pp_drawing import as_text, plot_timeline, title
+from ds_trainer.planning.pp_schedules import NAMES, Kind, default_virtual_stages, make_schedule, refusal
+from ds_trainer.planning.pp_timeline import Timeline, simulate
 
 _MEANINGS = {
     Kind.FORWARD: "F: forward",

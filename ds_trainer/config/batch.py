@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from ds_trainer.config.schema import BatchConfig
 from ds_trainer.errors import ConfigError
-from ds_trainer.pipeline.schedules import refusal
+from ds_trainer.planning.pp_schedules import refusal
 
 _RULE = "batch.global_size = batch.micro_size x batch.accumulation x data ranks"
 _PER_PIPELINE_RANK = 4

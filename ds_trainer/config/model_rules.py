@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from ds_trainer.config.schema import RunConfig
 from ds_trainer.errors import ConfigError
-from ds_trainer.models.spec import ModelSpec, families
+from ds_trainer.planning.checkpoint_spec import ModelSpec, families
 
 CAUSAL = "AutoModelForCausalLM"
 _OTHER_HEAD = re.compile(r"For\w*(Classification|QuestionAnswering)$")

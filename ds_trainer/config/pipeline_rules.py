@@ -11,8 +11,8 @@ from ds_trainer.config.model_rules import CAUSAL
 from ds_trainer.config.schema import RunConfig
 from ds_trainer.config.stages import check_stages, num_stages, parts_of, refused_stages
 from ds_trainer.errors import ConfigError
-from ds_trainer.models.spec import ModelSpec
-from ds_trainer.pipeline.plan import stage_plan, stage_refusal
+from ds_trainer.planning.checkpoint_spec import ModelSpec
+from ds_trainer.planning.pp_plan import stage_plan, stage_refusal
 
 _NEEDS_PP = ("schedule", "virtual_stages", "pp_split")
 _NO_REDUCER = "under a pipeline gradients are reduced once all passes are done, without DDP's reducer"

@@ -9,9 +9,9 @@ from ds_trainer.config.asked import Asked
 from ds_trainer.config.model_rules import names_are_the_models
 from ds_trainer.config.schema import RunConfig
 from ds_trainer.errors import ConfigError
-from ds_trainer.models.spec import ModelSpec
-from ds_trainer.tensor_parallel.plan import TensorPlan, generic
-from ds_trainer.tensor_parallel.shares import COLUMN, EMBEDDING, ROW, Shares
+from ds_trainer.planning.checkpoint_spec import ModelSpec
+from ds_trainer.planning.tp_plan import TensorPlan, generic
+from ds_trainer.planning.tp_shards import COLUMN, EMBEDDING, ROW, Shares
 
 _SHOWN = 8
 

@@ -23,7 +23,7 @@ from ds_trainer.config.stages import derive_stages, rank_elements, refused_stage
 from ds_trainer.config.tensor_rules import check_tensor_model, tensor_warnings
 from ds_trainer.config.torch.fsdp_rules import derive_fsdp
 from ds_trainer.errors import ConfigError, ConfigErrors
-from ds_trainer.models.spec import ModelSpec
+from ds_trainer.planning.checkpoint_spec import ModelSpec
 
 Implementation = Literal["torch", "torch_fused", "deepspeed_cpu"]
 

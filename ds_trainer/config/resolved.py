@@ -6,8 +6,8 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from ds_trainer.config.schema import RunConfig
-from ds_trainer.pipeline.costs import Ranges
-from ds_trainer.pipeline.partition import split_of
+from ds_trainer.planning.pp_costs import Ranges
+from ds_trainer.planning.pp_partition import split_of
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,10 @@ from ds_trainer.config.asked import Asked
 from ds_trainer.config.schema import ParallelConfig, RunConfig
 from ds_trainer.config.tensor_rules import shares_of
 from ds_trainer.errors import ConfigError
-from ds_trainer.models.spec import ModelSpec
-from ds_trainer.pipeline.costs import ModelParts, Ranges
-from ds_trainer.pipeline.partition import partition, split_of
-from ds_trainer.pipeline.schedules import default_virtual_stages, refusal, stages_of
+from ds_trainer.planning.checkpoint_spec import ModelSpec
+from ds_trainer.planning.pp_costs import ModelParts, Ranges
+from ds_trainer.planning.pp_partition import partition, split_of
+from ds_trainer.planning.pp_schedules import default_virtual_stages, refusal, stages_of
 
 _USUAL_POSITIONS = 2048
 """Where `data.max_length` is not set: samples are as a rule much shorter than all that a model can take."""

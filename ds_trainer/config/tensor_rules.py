@@ -11,10 +11,10 @@ from ds_trainer.config.plan_rules import check_plan, plan_warnings, suggested
 from ds_trainer.config.resolved import Machine
 from ds_trainer.config.schema import RunConfig
 from ds_trainer.errors import ConfigError
-from ds_trainer.models.spec import ModelSpec
-from ds_trainer.tensor_parallel.plan import STYLE_NAMES, plan_for
-from ds_trainer.tensor_parallel.shares import Shares
-from ds_trainer.tensor_parallel.sizes import refusal
+from ds_trainer.planning.checkpoint_spec import ModelSpec
+from ds_trainer.planning.tp_plan import STYLE_NAMES, plan_for
+from ds_trainer.planning.tp_shards import Shares
+from ds_trainer.planning.tp_divisibility import refusal
 
 _NEEDS_TP = ("tp_plan", "sequence_parallel", "keep_gathered_input")
 _HANGS = "torch makes the smaller groups of one tensor rank's data ranks at once with those of another's, and hangs"

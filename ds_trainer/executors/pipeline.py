@@ -18,7 +18,7 @@ from ds_trainer.executors.base import Evaluated, evaluated, to_device, unless_no
 from ds_trainer.loss import IGNORE_INDEX, Batch, LossFunction
 from ds_trainer.distributed.process_groups import Mesh
 from ds_trainer.pipeline.runtime import PipelineRuntime
-from ds_trainer.pipeline.schedules import Schedule, forward_only, make_schedule, next_accepted
+from ds_trainer.planning.pp_schedules import Schedule, forward_only, make_schedule, next_accepted
 from ds_trainer.pipeline.stages import StagedModel
 
 

@@ -14,7 +14,7 @@ from ds_trainer.errors import MachineError
 from ds_trainer.launch.rank_grid import Grid
 from ds_trainer.host.host_memory import available_bytes
 from ds_trainer.host.swap_folder import remove_leftovers
-from ds_trainer.planner.memory import DTYPE_BYTES, Part
+from ds_trainer.planning.memory import DTYPE_BYTES, Part
 from ds_trainer.planner.needs import buffers, row_of
 
 _BESIDE_WEIGHTS = 40e6

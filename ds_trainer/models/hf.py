@@ -17,7 +17,7 @@ from ds_trainer.errors import ConfigError, ModelError
 from ds_trainer.models.hub import resolve_folder
 from ds_trainer.models.recompute import recompute_activations
 from ds_trainer.models.skeleton import skeleton
-from ds_trainer.models.spec import quantized_error
+from ds_trainer.planning.checkpoint_spec import quantized_error
 
 
 def build_skeleton(folder: str, model_config: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:

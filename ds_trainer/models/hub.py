@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from ds_trainer.errors import ModelError
-from ds_trainer.models.spec import read_spec
+from ds_trainer.planning.checkpoint_spec import read_spec
 
 _FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py"]
 

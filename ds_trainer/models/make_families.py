@@ -16,14 +16,14 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from ds_trainer.errors import ModelError
 from ds_trainer.models.own_plans import OWN_PLANS
 from ds_trainer.models.scaled_down import causal_lm, scaled_down
-from ds_trainer.models.spec import CONFIG_KEYS
+from ds_trainer.planning.checkpoint_spec import CONFIG_KEYS
 from ds_trainer.pipeline.proof import proven
 
 TARGET = Path(__file__).with_name("families.json")
 
 
 def make_families() -> dict[str, dict[str, Any]]:
-    """Model type -> the fields of `ds_trainer.models.spec.Family`, for the whole causal-LM mapping."""
+    """Model type -> the fields of `ds_trainer.planning.checkpoint_spec.Family`, for the whole causal-LM mapping."""
     return {name: family(name) | stages(name) for name in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)}
 
 

@@ -21,7 +21,7 @@ from ds_trainer.log import warn_once
 from ds_trainer.models.conversions import Recipe, load_recipes, tied_groups
 from ds_trainer.models.skeleton import empty_twin
 from ds_trainer.models.source import WeightSource
-from ds_trainer.models.spec import pickled_files, read_headers, safetensors_files
+from ds_trainer.planning.checkpoint_spec import pickled_files, read_headers, safetensors_files
 from ds_trainer.models.unread import Fill, NotRecordedError, Unread
 
 _COMPARED_AT_ONCE = 1 << 22

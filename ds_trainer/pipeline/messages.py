@@ -18,8 +18,8 @@ from itertools import groupby
 from operator import itemgetter
 from typing import Literal
 
-from ds_trainer.pipeline.schedules import Action, Kind, Schedule
-from ds_trainer.pipeline.timeline import simulate
+from ds_trainer.planning.pp_schedules import Action, Kind, Schedule
+from ds_trainer.planning.pp_timeline import simulate
 
 MessageKind = Literal["hidden", "gradient"]
 

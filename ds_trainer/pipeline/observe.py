@@ -20,7 +20,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from ds_trainer.errors import ModelError
 from ds_trainer.models.blocks import gradients_beside, has_parameters, stacks
 from ds_trainer.models.scaled_down import VOCAB, scaled_down
-from ds_trainer.pipeline.plan import StagePlan
+from ds_trainer.planning.pp_plan import StagePlan
 
 MIN_LAYERS = 3  # A first one, a last one, and one that is neither.
 _SHAPE = (2, 7)

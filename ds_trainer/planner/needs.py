@@ -8,7 +8,7 @@ from ds_trainer.config.backend import backend
 from ds_trainer.config.deepspeed.zero_keys import OFFLOAD_STAGES
 from ds_trainer.config.resolved import ResolvedConfig
 from ds_trainer.config.schema import RunConfig
-from ds_trainer.planner.memory import (
+from ds_trainer.planning.memory import (
     DTYPE_BYTES,
     MemoryRow,
     Part,

@@ -13,7 +13,7 @@ from torch import nn
 
 from ds_trainer.layout import Cut
 from ds_trainer.tensor_parallel.derive import derive
-from ds_trainer.tensor_parallel.sizes import Unit
+from ds_trainer.planning.tp_divisibility import Unit
 
 _HEADS = ("num_heads", "num_attention_heads", "num_attn_heads", "n_heads", "n_head")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")

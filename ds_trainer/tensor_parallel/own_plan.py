@@ -17,7 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ds_trainer.errors import ModelError
-from ds_trainer.tensor_parallel.plan import TensorPlan, generic
+from ds_trainer.planning.tp_plan import TensorPlan, generic
 
 _ROWS = ("rowwise", "packed_rowwise")
 _LOCAL = ("colwise", "packed_colwise", "qkv_colwise", *_ROWS)

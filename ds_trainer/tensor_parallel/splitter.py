@@ -12,7 +12,7 @@ from torch import nn
 from ds_trainer.errors import ModelError
 from ds_trainer.layout import Cut
 from ds_trainer.tensor_parallel.attention import Heads, localize
-from ds_trainer.tensor_parallel.sizes import Unit, refusal
+from ds_trainer.planning.tp_divisibility import Unit, refusal
 
 
 class Splitter:

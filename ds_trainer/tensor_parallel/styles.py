@@ -15,8 +15,8 @@ from ds_trainer.tensor_parallel.embedding import make_vocab_parallel
 from ds_trainer.tensor_parallel.experts import EXPERT_STYLES
 from ds_trainer.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, column_bias_cut
 from ds_trainer.tensor_parallel.partial import sum_partial_gradients
-from ds_trainer.tensor_parallel.plan import generic
-from ds_trainer.tensor_parallel.sizes import Unit
+from ds_trainer.planning.tp_plan import generic
+from ds_trainer.planning.tp_divisibility import Unit
 from ds_trainer.tensor_parallel.splitter import Splitter
 
 Style = Callable[[Splitter, str, nn.Module | nn.Parameter], None]

@@ -16,7 +16,7 @@ import transformers
 from tqdm import tqdm
 
 from ds_trainer.models.own_plans import OWN_PLANS
-from ds_trainer.models.spec import families
+from ds_trainer.planning.checkpoint_spec import families
 from tests.helpers.world import RankFailed, World
 from tests.matrix.compare import Outcome, compare_all, worst
 

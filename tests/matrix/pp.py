@@ -15,7 +15,7 @@ import torch
 import transformers
 from tqdm import tqdm
 
-from ds_trainer.models.spec import families
+from ds_trainer.planning.checkpoint_spec import families
 from tests.helpers.world import RankFailed, World
 from tests.matrix.compare import Outcome, worst
 from tests.matrix.pp_compare import SIZES, compare_all

@@ -9,7 +9,7 @@ import pytest
 
 from ds_trainer.models.blocks import with_hidden_states
 from ds_trainer.models.make_families import stages
-from ds_trainer.models.spec import families
+from ds_trainer.planning.checkpoint_spec import families
 from ds_trainer.pipeline.cut import cut_model
 from tests.matrix import pp_compare
 from tests.matrix.compare import worst

@@ -11,9 +11,9 @@ from torch import nn
 
 from ds_trainer.errors import DataError, ModelError
 from ds_trainer.pipeline.runtime import PipelineRuntime
-from ds_trainer.pipeline.schedules import forward_only, make_schedule, stages_of
+from ds_trainer.planning.pp_schedules import forward_only, make_schedule, stages_of
 from ds_trainer.pipeline.split_linear import put_off_weight_gradients
-from ds_trainer.pipeline.timeline import simulate
+from ds_trainer.planning.pp_timeline import simulate
 
 INPUTS, HIDDEN, CLASSES = 5, 7, 3
 CHUNKS = {"gpipe": 1, "1f1b": 1, "interleaved_1f1b": 2, "interleaved_zero_bubble": 3, "zbv": 2, "dualpipev": 2}

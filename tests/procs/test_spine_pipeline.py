@@ -18,8 +18,8 @@ import pytest
 import torch
 
 from ds_trainer.engines.measure import content_hash
-from ds_trainer.pipeline.schedules import default_virtual_stages, make_schedule, next_accepted
-from ds_trainer.pipeline.timeline import simulate
+from ds_trainer.planning.pp_schedules import default_virtual_stages, make_schedule, next_accepted
+from ds_trainer.planning.pp_timeline import simulate
 from tests.helpers import parity
 from tests.helpers.parity import Recorder, cell_config, collate, compare_weights, rows, write_bf16_reference
 from tests.helpers.runs import D8, largest_difference, make_trainer, weights

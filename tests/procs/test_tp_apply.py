@@ -16,7 +16,7 @@ from ds_trainer.config.schema import ParallelConfig
 from ds_trainer.errors import ModelError
 from ds_trainer.launch.rank_grid import Grid
 from ds_trainer.tensor_parallel.apply import split_model
-from ds_trainer.tensor_parallel.plan import STYLE_NAMES
+from ds_trainer.planning.tp_plan import STYLE_NAMES
 from ds_trainer.tensor_parallel.styles import STYLES
 from tests.helpers.tensor_parallel import from_all_ranks, split_copy
 from tests.helpers.threads import Communication

@@ -4,7 +4,7 @@ takes all.
 
 import pytest
 
-from ds_trainer.models.spec import families
+from ds_trainer.planning.checkpoint_spec import families
 from tests.matrix.__main__ import TABLE, run, table
 from tests.matrix.compare import compare_all, worst
 

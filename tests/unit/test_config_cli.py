@@ -14,7 +14,7 @@ from ds_trainer.config.keys import leaf_fields
 from ds_trainer.config.resolve import resolve
 from ds_trainer.config.resolved import Machine
 from ds_trainer.errors import ConfigError
-from ds_trainer.planner.memory import bytes_per_parameter
+from ds_trainer.planning.memory import bytes_per_parameter
 
 
 @pytest.fixture

@@ -23,8 +23,8 @@ from ds_trainer.config.torch.to_torch import fsdp2_arguments
 from ds_trainer.config.torch.torch_snippet import ddp_snippet, fsdp2_snippet
 from ds_trainer.errors import ConfigError, ConfigErrors
 from ds_trainer.host.preflight import host_parts
-from ds_trainer.models.spec import read_spec
-from ds_trainer.pipeline.schedules import NAMES
+from ds_trainer.planning.checkpoint_spec import read_spec
+from ds_trainer.planning.pp_schedules import NAMES
 from tests.helpers.deepspeed_reads import accept
 
 GPUS = Machine(8, "cuda", ("fp32", "bf16", "fp16"), "Ampere")
@@ -399,7 +399,7 @@ def test_longer_sequences_give_the_last_stage_more_layers(checkpoint):
 
 
 def test_a_type_that_cannot_be_cut_is_refused_with_the_reason_and_an_unknown_one_left_to_the_load(checkpoint):
-    from ds_trainer.models.spec import families
+    from ds_trainer.planning.checkpoint_spec import families
 
     refused = {name: family.pp_refused for name, family in families().items() if family.pp_refused}
     for name, reason in list(refused.items())[:1]:

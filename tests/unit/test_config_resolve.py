@@ -7,7 +7,7 @@ from ds_trainer.config.machine import cpu_machine
 from ds_trainer.config.resolve import resolve, total_steps
 from ds_trainer.config.resolved import Machine
 from ds_trainer.errors import ConfigError, ConfigErrors
-from ds_trainer.models.spec import ModelSpec
+from ds_trainer.planning.checkpoint_spec import ModelSpec
 
 CPU = Machine(2, "cpu", ("fp32",), "no bf16 here")
 GPU = Machine(8, "cuda", ("fp32", "bf16", "fp16"), "Ampere")

@@ -21,10 +21,10 @@ from ds_trainer.config.torch.torch_snippet import ddp_snippet, fsdp2_snippet
 from ds_trainer.errors import ConfigErrors, ModelError
 from ds_trainer.launch.rank_grid import Grid
 from ds_trainer.host.preflight import host_parts
-from ds_trainer.models.spec import read_spec
-from ds_trainer.tensor_parallel.plan import plan_for
-from ds_trainer.tensor_parallel.shares import Shares
-from ds_trainer.tensor_parallel.sizes import Unit, refusal, working_sizes
+from ds_trainer.planning.checkpoint_spec import read_spec
+from ds_trainer.planning.tp_plan import plan_for
+from ds_trainer.planning.tp_shards import Shares
+from ds_trainer.planning.tp_divisibility import Unit, refusal, working_sizes
 from tests.helpers.deepspeed_reads import accept
 
 GPUS = Machine(8, "cuda", ("fp32", "bf16", "fp16"), "Ampere")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ds_trainer.planner.memory import bytes_per_parameter, ddp_bytes_per_parameter, fsdp2_bytes_per_parameter
+from ds_trainer.planning.memory import bytes_per_parameter, ddp_bytes_per_parameter, fsdp2_bytes_per_parameter
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,9 @@ import re
 import pytest
 from matplotlib.colors import to_hex
 
-from ds_trainer.pipeline.drawing import as_text, plot_timeline, timeline_figure, title
-from ds_trainer.pipeline.schedules import NAMES, Kind, default_virtual_stages, make_schedule
-from ds_trainer.pipeline.timeline import Timeline, simulate
+from ds_trainer.planning.pp_drawing import as_text, plot_timeline, timeline_figure, title
+from ds_trainer.planning.pp_schedules import NAMES, Kind, default_virtual_stages, make_schedule
+from ds_trainer.planning.pp_timeline import Timeline, simulate
 
 
 def timeline(name: str, ranks: int, microbatches: int, **times) -> Timeline:

@@ -6,7 +6,7 @@ from functools import cache
 import pytest
 
 from ds_trainer.pipeline.messages import Message, Receive, Send, with_messages
-from ds_trainer.pipeline.schedules import (
+from ds_trainer.planning.pp_schedules import (
     NAMES,
     Action,
     Kind,
@@ -16,7 +16,7 @@ from ds_trainer.pipeline.schedules import (
     forward_only,
     make_schedule,
 )
-from ds_trainer.pipeline.timeline import simulate
+from ds_trainer.planning.pp_timeline import simulate
 
 operations_of = cache(with_messages)
 

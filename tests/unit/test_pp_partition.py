@@ -5,8 +5,8 @@ from itertools import combinations, pairwise
 
 import pytest
 
-from ds_trainer.pipeline.costs import FACTS, Costs, ModelParts
-from ds_trainer.pipeline.partition import partition, split_of
+from ds_trainer.planning.pp_costs import FACTS, Costs, ModelParts
+from ds_trainer.planning.pp_partition import partition, split_of
 
 LLAMA = {"vocab_size": 50, "hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 2}
 
@@ -75,7 +75,7 @@ def test_layers_are_found_beside_towers_of_vision_and_layers_for_further_tokens(
 def test_headers_and_the_built_model_cost_the_same(tmp_path, kind):
     from ds_trainer.config.stages import parts_of
     from ds_trainer.models.scaled_down import causal_lm, scaled_down
-    from ds_trainer.models.spec import read_spec
+    from ds_trainer.planning.checkpoint_spec import read_spec
 
     cls, config_class = causal_lm(kind)
     model = cls(scaled_down(config_class)[0])

@@ -2,8 +2,8 @@
 
 import pytest
 
-from ds_trainer.models.spec import families
-from ds_trainer.pipeline.plan import StagePlan, stage_plan, stage_refusal
+from ds_trainer.planning.checkpoint_spec import families
+from ds_trainer.planning.pp_plan import StagePlan, stage_plan, stage_refusal
 
 PLANS = {name: plan for name in families() if (plan := stage_plan(name)) is not None}
 

@@ -10,7 +10,7 @@ from torch.distributed.pipelining import schedules as torch_schedules
 
 from ds_trainer.config import schema
 from ds_trainer.errors import ConfigError
-from ds_trainer.pipeline.schedules import (
+from ds_trainer.planning.pp_schedules import (
     NAMES,
     Action,
     Kind,

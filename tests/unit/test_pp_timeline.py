@@ -2,8 +2,8 @@
 
 import pytest
 
-from ds_trainer.pipeline.schedules import NAMES, Kind, default_virtual_stages, make_schedule, refusal
-from ds_trainer.pipeline.timeline import Timeline, simulate
+from ds_trainer.planning.pp_schedules import NAMES, Kind, default_virtual_stages, make_schedule, refusal
+from ds_trainer.planning.pp_timeline import Timeline, simulate
 
 
 def timeline(name: str, ranks: int, microbatches: int, **times) -> Timeline:

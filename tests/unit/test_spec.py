@@ -11,7 +11,7 @@ import pytest
 
 from ds_trainer.errors import ModelError
 from ds_trainer.models.hub import resolve_folder
-from ds_trainer.models.spec import families, read_spec
+from ds_trainer.planning.checkpoint_spec import families, read_spec
 
 
 def write(folder: Path, config: dict, tensors: dict[str, tuple], file: str = "model.safetensors") -> str:
@@ -139,7 +139,7 @@ def test_a_hub_id_is_found_in_the_local_cache_without_a_network(tmp_path, monkey
 
 def test_reading_a_spec_loads_neither_torch_nor_transformers():
     code = (
-        "import sys, ds_trainer.models.spec, ds_trainer.models.hub; print({'torch', 'transformers'} & set(sys.modules))"
+        "import sys, ds_trainer.planning.checkpoint_spec, ds_trainer.models.hub; print({'torch', 'transformers'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"

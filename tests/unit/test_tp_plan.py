@@ -2,8 +2,8 @@
 
 import pytest
 
-from ds_trainer.models.spec import families
-from ds_trainer.tensor_parallel.plan import STYLE_NAMES, TensorPlan, plan_for
+from ds_trainer.planning.checkpoint_spec import families
+from ds_trainer.planning.tp_plan import STYLE_NAMES, TensorPlan, plan_for
 
 PLAN = TensorPlan(
     {"model.layers.*.mlp.up_proj": "colwise", "model.layers.*.mlp.experts": "moe_tp_experts", "lm_head": "replicate"},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ds_trainer.models.spec import families
+from ds_trainer.planning.checkpoint_spec import families
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
 
-from ds_trainer.pipeline.costs import Costs, Ranges
+from ds_trainer.planning.pp_costs import Costs, Ranges
 
 _ROUNDING = 1 + 1e-9
 """Sums of the same costs in another order are equal up to this factor."""

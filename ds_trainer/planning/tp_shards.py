@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
-from ds_trainer.models.spec import ModelSpec, TensorInfo
-from ds_trainer.tensor_parallel.plan import TensorPlan
-from ds_trainer.tensor_parallel.sizes import Unit
+from ds_trainer.planning.checkpoint_spec import ModelSpec, TensorInfo
+from ds_trainer.planning.tp_plan import TensorPlan
+from ds_trainer.planning.tp_divisibility import Unit
 
 _BY_HEAD = ("colwise", "qkv_colwise", "rowwise")
 """Styles under which a projection of an attention module is cut between heads."""

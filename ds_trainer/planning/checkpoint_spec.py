@@ -36,7 +36,7 @@ class Family:
         conversion: What loading does to checkpoint tensors: None, `rename`, or `merge` (merge, split or transpose).
         tp_plan: Module name of the class for causal language models, every number as `*` -> tensor-parallel style;
             empty where there is no plan.
-        pp_plan: The fields of `ds_trainer.pipeline.plan.StagePlan`; None where the type cannot be cut into stages.
+        pp_plan: The fields of `ds_trainer.planning.pp_plan.StagePlan`; None where the type cannot be cut into stages.
         pp_refused: Why it cannot; None where it can.
     """
 

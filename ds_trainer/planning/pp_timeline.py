@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from ds_trainer.pipeline.schedules import Action, Kind, Schedule
+from ds_trainer.planning.pp_schedules import Action, Kind, Schedule
 
 
 @dataclass(frozen=True, slots=True)

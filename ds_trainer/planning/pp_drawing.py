@@ -7,8 +7,8 @@ from math import ceil, floor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ds_trainer.pipeline.schedules import Kind
-from ds_trainer.pipeline.timeline import Span, Timeline
+from ds_trainer.planning.pp_schedules import Kind
+from ds_trainer.planning.pp_timeline import Span, Timeline
 from ds_trainer.plots import STYLE
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
-from ds_trainer.models.spec import families
+from ds_trainer.planning.checkpoint_spec import families
 
 STYLE_NAMES = (
     "colwise",
