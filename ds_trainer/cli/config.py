@@ -25,7 +25,7 @@ from ds_trainer.config.resolved import ResolvedConfig
 from ds_trainer.config.schema import RunConfig
 from ds_trainer.config.stages import parts_of, positions
 from ds_trainer.config.tensor_rules import shares_of
-from ds_trainer.config.translate import OPTIONS, TARGETS, engine_overrides, translate
+from ds_trainer.interop.translate import OPTIONS, TARGETS, engine_overrides, translate
 from ds_trainer.errors import ConfigError, ConfigErrors, UserError
 from ds_trainer.planning.checkpoint_spec import ModelSpec, quantized_error, read_spec
 from ds_trainer.planning.pp_schedules import stages_of

@@ -15,8 +15,8 @@ from ds_trainer.config.accelerate.from_accelerate import from_accelerate
 from ds_trainer.config.deepspeed.from_deepspeed import from_deepspeed
 from ds_trainer.config.foreign import NAMES, kind_of
 from ds_trainer.config.hf.from_hf import from_hf
-from ds_trainer.config.import_report import report
-from ds_trainer.config.imported import Imported
+from ds_trainer.interop.import_report import report
+from ds_trainer.interop.import_result import Imported
 from ds_trainer.config.io import read_config
 from ds_trainer.config.keys import value
 from ds_trainer.config.native_files import load_native

@@ -19,7 +19,7 @@ from ds_trainer.config.hf.from_hf import from_hf
 from ds_trainer.config.hf.hf_keys import FIELDS, SAME, in_their_words
 from ds_trainer.config.hf.hf_notes import ENGINES, SAID, UNSAID, reason
 from ds_trainer.config.hf.to_hf import hf_snippet, to_hf
-from ds_trainer.config.import_report import report
+from ds_trainer.interop.import_report import report
 from ds_trainer.config.io import load_config
 from ds_trainer.config.keys import flatten, leaf_fields, leaf_values
 from ds_trainer.config.resolve import resolve

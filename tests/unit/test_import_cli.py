@@ -11,8 +11,8 @@ import yaml
 from ds_trainer.cli import main
 from ds_trainer.config.accelerate.from_accelerate import from_accelerate
 from ds_trainer.config.deepspeed.from_deepspeed import from_deepspeed
-from ds_trainer.config.import_report import report
-from ds_trainer.config.imported import LAUNCHERS, Imported
+from ds_trainer.interop.import_report import report
+from ds_trainer.interop.import_result import LAUNCHERS, Imported
 from ds_trainer.config.io import load_config
 from ds_trainer.config.keys import assign, flatten
 from ds_trainer.config.native_files import load_native

@@ -21,7 +21,7 @@ from ds_trainer.config.accelerate.from_accelerate_fsdp import (
     keep_fsdp_defaults,
 )
 from ds_trainer.config.deepspeed.from_deepspeed import keep_defaults, read_deepspeed
-from ds_trainer.config.imported import LAUNCHERS, Imported, Line
+from ds_trainer.interop.import_result import LAUNCHERS, Imported, Line
 from ds_trainer.config.keys import assign, flatten
 from ds_trainer.config.native_files import load_native
 from ds_trainer.errors import ConfigError

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ds_trainer.config.accelerate.accelerate_words import STRATEGIES, check_fsdp_words
-from ds_trainer.config.imported import Imported
+from ds_trainer.interop.import_result import Imported
 from ds_trainer.config.keys import flatten
 
 _KEEPS_GATHERED = ("SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2")

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ds_trainer.config.imported import Imported
+from ds_trainer.interop.import_result import Imported
 
 OPTIMIZER_KEYS = {
     "optimizer.params.lr": "optimizer.lr",

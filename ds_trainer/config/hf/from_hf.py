@@ -24,7 +24,7 @@ from ds_trainer.config.hf.from_hf_training import (
 )
 from ds_trainer.config.hf.hf_given import HFImport
 from ds_trainer.config.hf.hf_keys import FIELDS, RENAMED, SAME
-from ds_trainer.config.imported import Imported
+from ds_trainer.interop.import_result import Imported
 from ds_trainer.config.keys import assign, default, flatten
 from ds_trainer.errors import ConfigError, ConfigErrors
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from ds_trainer.config.accelerate.from_accelerate_fsdp import carry_fsdp, fsdp_engine, keep_fsdp_defaults
 from ds_trainer.config.hf.hf_given import HFImport
-from ds_trainer.config.imported import Line
+from ds_trainer.interop.import_result import Line
 from ds_trainer.errors import ConfigError
 
 _WORDS = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2", "offload", "auto_wrap")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_trainer.config.hf.hf_keys import FIELDS, RENAMED, SWITCHES
-from ds_trainer.config.imported import Imported
+from ds_trainer.interop.import_result import Imported
 from ds_trainer.config.native_files import load_native
 from ds_trainer.errors import ConfigError, ConfigErrors
 

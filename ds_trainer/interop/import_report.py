@@ -6,7 +6,7 @@ import json
 from textwrap import TextWrapper
 from typing import get_args
 
-from ds_trainer.config.imported import LAUNCHERS, Fate, Imported, Line
+from ds_trainer.interop.import_result import LAUNCHERS, Fate, Imported, Line
 
 _Row = tuple[str, str, str, str]
 """Fate, key and value, keys here, note."""

@@ -1,0 +1,1 @@
+"""Other tools' configs, both ways. Pure."""
