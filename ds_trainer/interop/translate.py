@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import yaml
 
-from ds_trainer.config.accelerate.accelerate_notes import accelerate_notes
-from ds_trainer.config.accelerate.accelerate_snippet import accelerate_snippet
+from ds_trainer.interop.accelerate.notes import accelerate_notes
+from ds_trainer.interop.accelerate.snippet import accelerate_snippet
 from ds_trainer.config.accelerate.to_accelerate import to_accelerate_yaml
 from ds_trainer.config.backend import backend
 from ds_trainer.config.coverage import coverage

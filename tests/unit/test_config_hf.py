@@ -12,7 +12,7 @@ from transformers import Trainer, TrainingArguments
 from transformers.optimization import get_scheduler
 
 from ds_trainer.cli import main
-from ds_trainer.config.accelerate.accelerate_snippet import accelerate_snippet
+from ds_trainer.interop.accelerate.snippet import accelerate_snippet
 from ds_trainer.config.backend import backend
 from ds_trainer.config.deepspeed.to_deepspeed import to_deepspeed
 from ds_trainer.config.hf.from_hf import from_hf

@@ -15,8 +15,8 @@ from accelerate.utils import DDPCommunicationHookType, FullyShardedDataParallelP
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 from torch.distributed.fsdp import CPUOffloadPolicy
 
-from ds_trainer.config.accelerate.accelerate_notes import accelerate_notes
-from ds_trainer.config.accelerate.accelerate_snippet import accelerate_snippet
+from ds_trainer.interop.accelerate.notes import accelerate_notes
+from ds_trainer.interop.accelerate.snippet import accelerate_snippet
 from ds_trainer.config.accelerate.launched import check_launched
 from ds_trainer.config.accelerate.to_accelerate import to_accelerate_yaml
 from ds_trainer.config.deepspeed.to_deepspeed import to_deepspeed

@@ -9,8 +9,8 @@ from accelerate.commands.to_fsdp2 import ConversionStatus, convert_config_to_fsd
 from accelerate.utils import constants
 from accelerate.utils.dataclasses import ComputeEnvironment, DistributedType, DynamoBackend, PrecisionType
 
-from ds_trainer.config.accelerate.accelerate_words import FSDP_WORDS, STRATEGIES, WORDS
-from ds_trainer.config.accelerate.from_accelerate import from_accelerate
+from ds_trainer.interop.accelerate.enums import FSDP_WORDS, STRATEGIES, WORDS
+from ds_trainer.interop.accelerate.importer import from_accelerate
 from ds_trainer.config.accelerate.to_accelerate import to_accelerate_yaml
 from ds_trainer.config.backend import backend
 from ds_trainer.config.io import load_config

@@ -11,7 +11,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from ds_trainer.config.accelerate.from_accelerate_fsdp import carry_parallelism
+from ds_trainer.interop.accelerate.import_fsdp import carry_parallelism
 from ds_trainer.config.deepspeed.from_deepspeed import keep_defaults, read_deepspeed
 from ds_trainer.config.hf.from_hf_fsdp import carry_fsdp_fields
 from ds_trainer.config.hf.from_hf_moments import carry_data, carry_evaluation, carry_logging, carry_saving

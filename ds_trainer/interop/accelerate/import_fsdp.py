@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ds_trainer.config.accelerate.accelerate_words import STRATEGIES, check_fsdp_words
+from ds_trainer.interop.accelerate.enums import STRATEGIES, check_fsdp_words
 from ds_trainer.interop.import_result import Imported
 from ds_trainer.config.keys import flatten
 

@@ -13,8 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ds_trainer.config.accelerate.accelerate_words import check_words
-from ds_trainer.config.accelerate.from_accelerate_fsdp import (
+from ds_trainer.interop.accelerate.enums import check_words
+from ds_trainer.interop.accelerate.import_fsdp import (
     carry_fsdp,
     carry_parallelism,
     fsdp_engine,

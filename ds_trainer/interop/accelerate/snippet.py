@@ -7,7 +7,7 @@ from pprint import pformat
 from textwrap import indent
 from typing import Any
 
-from ds_trainer.config.accelerate.accelerate_notes import python_notes, script_notes
+from ds_trainer.interop.accelerate.notes import python_notes, script_notes
 from ds_trainer.config.accelerate.to_accelerate import accelerate_arguments
 from ds_trainer.config.deepspeed.to_deepspeed import gathering_on_save
 from ds_trainer.config.resolved import ResolvedConfig
