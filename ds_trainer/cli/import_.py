@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_trainer.interop.accelerate.importer import from_accelerate
-from ds_trainer.config.deepspeed.from_deepspeed import from_deepspeed
+from ds_trainer.interop.deepspeed.importer import from_deepspeed
 from ds_trainer.config.foreign import NAMES, kind_of
 from ds_trainer.config.hf.from_hf import from_hf
 from ds_trainer.interop.import_report import report

@@ -10,7 +10,7 @@ import yaml
 
 from ds_trainer.cli import main
 from ds_trainer.interop.accelerate.importer import from_accelerate
-from ds_trainer.config.deepspeed.from_deepspeed import from_deepspeed
+from ds_trainer.interop.deepspeed.importer import from_deepspeed
 from ds_trainer.interop.import_report import report
 from ds_trainer.interop.import_result import LAUNCHERS, Imported
 from ds_trainer.config.io import load_config

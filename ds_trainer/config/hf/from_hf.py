@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_trainer.interop.accelerate.import_fsdp import carry_parallelism
-from ds_trainer.config.deepspeed.from_deepspeed import keep_defaults, read_deepspeed
+from ds_trainer.interop.deepspeed.importer import keep_defaults, read_deepspeed
 from ds_trainer.config.hf.from_hf_fsdp import carry_fsdp_fields
 from ds_trainer.config.hf.from_hf_moments import carry_data, carry_evaluation, carry_logging, carry_saving
 from ds_trainer.config.hf.from_hf_training import (

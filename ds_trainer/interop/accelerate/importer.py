@@ -20,7 +20,7 @@ from ds_trainer.interop.accelerate.import_fsdp import (
     fsdp_engine,
     keep_fsdp_defaults,
 )
-from ds_trainer.config.deepspeed.from_deepspeed import keep_defaults, read_deepspeed
+from ds_trainer.interop.deepspeed.importer import keep_defaults, read_deepspeed
 from ds_trainer.interop.import_result import LAUNCHERS, Imported, Line
 from ds_trainer.config.keys import assign, flatten
 from ds_trainer.config.native_files import load_native

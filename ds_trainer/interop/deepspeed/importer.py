@@ -13,7 +13,7 @@ from dataclasses import replace
 from math import prod
 from typing import Any
 
-from ds_trainer.config.deepspeed.from_deepspeed_optimizer import (
+from ds_trainer.interop.deepspeed.import_optimizer import (
     OPTIMIZER_KEYS,
     carry_optimizer,
     carry_scheduler,
