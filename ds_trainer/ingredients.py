@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from ds_trainer.config.backend import backend
-from ds_trainer.config.hf.from_hf import from_hf
-from ds_trainer.config.hf.hf_keys import FIELDS, in_their_words
+from ds_trainer.interop.hf.importer import from_hf
+from ds_trainer.interop.hf.fields import FIELDS, in_their_words
 from ds_trainer.config.io import load_config
 from ds_trainer.config.schema import RunConfig
 from ds_trainer.errors import ConfigError

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingA
 from ds_trainer import exit_on_user_error
 from ds_trainer.cli.train import config_from_arguments, parse_train_arguments
 from ds_trainer.config.backend import backend
-from ds_trainer.config.hf.to_hf import to_hf
+from ds_trainer.interop.hf.exporter import to_hf
 from ds_trainer.config.resolve import resolve, total_steps
 from ds_trainer.config.resolved import Machine, ResolvedConfig
 from ds_trainer.config.schema import RunConfig

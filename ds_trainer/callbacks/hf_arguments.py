@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from ds_trainer.config.hf.hf_keys import SAME
+from ds_trainer.interop.hf.fields import SAME
 from ds_trainer.config.keys import value
 from ds_trainer.config.schema import RunConfig
 from ds_trainer.errors import ConfigError

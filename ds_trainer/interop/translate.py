@@ -14,7 +14,7 @@ from ds_trainer.config.accelerate.to_accelerate import to_accelerate_yaml
 from ds_trainer.config.backend import backend
 from ds_trainer.config.coverage import coverage
 from ds_trainer.config.deepspeed.to_deepspeed import native_notes, standalone_notes, to_deepspeed
-from ds_trainer.config.hf.to_hf import hf_snippet, to_hf
+from ds_trainer.interop.hf.exporter import hf_snippet, to_hf
 from ds_trainer.config.resolved import ResolvedConfig
 from ds_trainer.config.schema import RunConfig
 from ds_trainer.config.torch.torch_snippet import ddp_snippet, fsdp2_snippet

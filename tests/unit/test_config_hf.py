@@ -15,10 +15,10 @@ from ds_trainer.cli import main
 from ds_trainer.interop.accelerate.snippet import accelerate_snippet
 from ds_trainer.config.backend import backend
 from ds_trainer.config.deepspeed.to_deepspeed import to_deepspeed
-from ds_trainer.config.hf.from_hf import from_hf
-from ds_trainer.config.hf.hf_keys import FIELDS, SAME, in_their_words
-from ds_trainer.config.hf.hf_notes import ENGINES, SAID, UNSAID, reason
-from ds_trainer.config.hf.to_hf import hf_snippet, to_hf
+from ds_trainer.interop.hf.importer import from_hf
+from ds_trainer.interop.hf.fields import FIELDS, SAME, in_their_words
+from ds_trainer.interop.hf.notes import ENGINES, SAID, UNSAID, reason
+from ds_trainer.interop.hf.exporter import hf_snippet, to_hf
 from ds_trainer.interop.import_report import report
 from ds_trainer.config.io import load_config
 from ds_trainer.config.keys import flatten, leaf_fields, leaf_values
@@ -540,7 +540,7 @@ def test_what_transformers_cannot_be_told_is_in_the_notes():
 
 
 def test_a_plug_in_engine_is_refused(monkeypatch):
-    monkeypatch.setattr("ds_trainer.config.hf.to_hf.backend", lambda config: "toy")
+    monkeypatch.setattr("ds_trainer.interop.hf.exporter.backend", lambda config: "toy")
     with pytest.raises(ConfigErrors, match="it runs on deepspeed, fsdp2 and ddp"):
         to_hf(run())
 

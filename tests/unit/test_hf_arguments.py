@@ -7,7 +7,7 @@ import pytest
 from transformers import TrainingArguments
 
 from ds_trainer.callbacks.hf_arguments import Arguments
-from ds_trainer.config.hf.hf_keys import SAME
+from ds_trainer.interop.hf.fields import SAME
 from ds_trainer.config.keys import FOREIGN_SPELLINGS, leaf_fields
 from ds_trainer.config.schema import RunConfig
 from ds_trainer.errors import ConfigError

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 
 from ds_trainer.config.backend import backend
-from ds_trainer.config.hf.hf_keys import SAME
+from ds_trainer.interop.hf.fields import SAME
 from ds_trainer.config.keys import default, leaf_values
 from ds_trainer.config.schema import RunConfig
 

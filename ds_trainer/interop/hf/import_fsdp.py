@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from ds_trainer.interop.accelerate.import_fsdp import carry_fsdp, fsdp_engine, keep_fsdp_defaults
-from ds_trainer.config.hf.hf_given import HFImport
+from ds_trainer.interop.hf.arguments import HFImport
 from ds_trainer.interop.import_result import Line
 from ds_trainer.errors import ConfigError
 

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ds_trainer.config.hf.hf_given import HFImport
+from ds_trainer.interop.hf.arguments import HFImport
 from ds_trainer.errors import ConfigError
 
 Ours = dict[str, Any]

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, get_args
 
-from ds_trainer.config.hf.hf_given import HFImport
+from ds_trainer.interop.hf.arguments import HFImport
 from ds_trainer.config.keys import default
 from ds_trainer.config.schema import LoggingConfig
 

@@ -14,8 +14,8 @@ from typing import Any
 
 from ds_trainer.config.backend import backend
 from ds_trainer.config.deepspeed.to_deepspeed import gathering_on_save, to_deepspeed
-from ds_trainer.config.hf.hf_keys import SAME
-from ds_trainer.config.hf.hf_notes import UNSAID, hf_notes
+from ds_trainer.interop.hf.fields import SAME
+from ds_trainer.interop.hf.notes import UNSAID, hf_notes
 from ds_trainer.config.keys import value
 from ds_trainer.config.resolved import ResolvedConfig
 from ds_trainer.config.schema import RunConfig

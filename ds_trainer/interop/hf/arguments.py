@@ -8,7 +8,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from ds_trainer.config.hf.hf_keys import FIELDS, RENAMED, SWITCHES
+from ds_trainer.interop.hf.fields import FIELDS, RENAMED, SWITCHES
 from ds_trainer.interop.import_result import Imported
 from ds_trainer.config.native_files import load_native
 from ds_trainer.errors import ConfigError, ConfigErrors

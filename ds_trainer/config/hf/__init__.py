@@ -1,1 +1,0 @@
-"""transformers' TrainingArguments, both ways. Pure."""
