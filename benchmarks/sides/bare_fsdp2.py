@@ -17,7 +17,7 @@ from workload import ACCUMULATION, MICRO, RANKS, STEPS, Clock, make_model, make_
 from ds_trainer.config.io import load_config
 from ds_trainer.config.machine import probe_machine_pure
 from ds_trainer.config.resolve import resolve
-from ds_trainer.config.torch.torch_snippet import fsdp2_snippet
+from ds_trainer.interop.torch.snippet import fsdp2_snippet
 from ds_trainer.optim import lr_factor
 
 

@@ -17,7 +17,7 @@ from ds_trainer.config.deepspeed.to_deepspeed import native_notes, standalone_no
 from ds_trainer.interop.hf.exporter import hf_snippet, to_hf
 from ds_trainer.config.resolved import ResolvedConfig
 from ds_trainer.config.schema import RunConfig
-from ds_trainer.config.torch.torch_snippet import ddp_snippet, fsdp2_snippet
+from ds_trainer.interop.torch.snippet import ddp_snippet, fsdp2_snippet
 from ds_trainer.errors import ConfigError
 
 TARGETS = ("deepspeed", "fsdp2", "ddp", "accelerate", "hf")

@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor
 from ds_trainer.config.io import load_config
 from ds_trainer.config.resolve import resolve
 from ds_trainer.config.resolved import Machine
-from ds_trainer.config.torch.torch_snippet import ddp_snippet, fsdp2_snippet
+from ds_trainer.interop.torch.snippet import ddp_snippet, fsdp2_snippet
 from tests.helpers.runs import collate, make_trainer
 from tests.helpers.tiny import samples, tiny_llama
 

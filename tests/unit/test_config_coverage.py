@@ -13,7 +13,7 @@ from ds_trainer.config.keys import assign, default, flatten, leaf_fields
 from ds_trainer.config.resolve import resolve
 from ds_trainer.config.resolved import Machine
 from ds_trainer.config.schema import RunConfig
-from ds_trainer.config.torch.torch_snippet import ddp_snippet, fsdp2_snippet
+from ds_trainer.interop.torch.snippet import ddp_snippet, fsdp2_snippet
 from ds_trainer.errors import ConfigErrors
 
 GPU = Machine(4, "cuda", ("fp32", "bf16", "fp16"), "Ampere")
