@@ -27,12 +27,12 @@ from ds_trainer.callbacks.trackers import check_trackers
 from ds_trainer.checkpoint.store import STATE, Checkpoint
 from ds_trainer.checkpoint.stored import StoredWeights
 from ds_trainer.config.accelerate.launched import check_launched
-from ds_trainer.config.asked import Asked
+from ds_trainer.config.provenance import Asked
 from ds_trainer.config.rank_rules import check_ranks
 from ds_trainer.config.resolve import resolve
 from ds_trainer.config.resolved import Machine, ResolvedConfig
 from ds_trainer.config.schema import RunConfig
-from ds_trainer.config.stages import check_stages, deal_out, num_stages, virtual_stages
+from ds_trainer.config.stage_assignment import check_stages, deal_out, num_stages, virtual_stages
 from ds_trainer.data.loader import BatchLoader
 from ds_trainer.data.prepare import read_chat_template
 from ds_trainer.data.prompts import Prompt

@@ -13,7 +13,7 @@ from ds_trainer.cli.printing import print_until_closed
 from ds_trainer.config.io import load_config
 from ds_trainer.config.resolved import ResolvedConfig
 from ds_trainer.config.schema import ParallelConfig, RunConfig
-from ds_trainer.config.stages import deal_out, num_stages, parts_of, positions
+from ds_trainer.config.stage_assignment import deal_out, num_stages, parts_of, positions
 from ds_trainer.errors import ConfigError
 from ds_trainer.planning.checkpoint_spec import ModelSpec
 from ds_trainer.planning.pp_drawing import as_text, plot_timeline, title

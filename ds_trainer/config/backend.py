@@ -11,6 +11,6 @@ def backend(config: RunConfig) -> str:
 
 
 def engine_column(config: RunConfig) -> str:
-    """The engine's name in the table of `ds_trainer.config.coverage`: accelerate's with what it runs on."""
+    """The engine's name in the table of `ds_trainer.config.key_support`: accelerate's with what it runs on."""
     engine = config.parallel.engine
     return f"accelerate+{config.accelerate.backend}" if engine == "accelerate" else engine

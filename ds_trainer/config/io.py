@@ -17,11 +17,11 @@ from typing import Any, get_args
 
 from pydantic import ValidationError
 
-from ds_trainer.config.foreign import NAMES, kind_of, kind_of_file
+from ds_trainer.config.detect_format import NAMES, kind_of, kind_of_file
 from ds_trainer.config.keys import assign, flatten, leaf_fields, named_values, nearest, sections, suggestion
 from ds_trainer.config.rules import check_config
 from ds_trainer.config.schema import RunConfig
-from ds_trainer.config.text_files import TextFault, parse_json, read_text
+from ds_trainer.config.strict_json import TextFault, parse_json, read_text
 from ds_trainer.errors import ConfigError, ConfigErrors
 
 Source = str | Path | Mapping[str, Any] | RunConfig

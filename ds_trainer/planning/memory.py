@@ -2,7 +2,7 @@
 
 The parts were read in DeepSpeed 0.19.8's source and measured at 1, 2 and 4 ranks: unique storages of all live tensors,
 with communication buckets, swap buffers, activations and gathered parameters kept out or near zero. Buckets and swap
-buffers are set in elements rather than by the model: see `ds_trainer.planner.needs`. Nor is what depends on the largest
+buffers are set in elements rather than by the model: see `ds_trainer.config.memory_needs`. Nor is what depends on the largest
 parameter counted: at stages 1 and 2 the gradient of one that lies across two ranks' shards is kept whole, and optimizer
 offload has two staging buffers of its size. Under tensor and pipeline parallelism the model is what one rank holds of
 it.

@@ -15,7 +15,7 @@ from ds_trainer.interop.import_report import report
 from ds_trainer.interop.import_result import LAUNCHERS, Imported
 from ds_trainer.config.io import load_config
 from ds_trainer.config.keys import assign, flatten
-from ds_trainer.config.native_files import load_native
+from ds_trainer.config.foreign_files import load_native
 from ds_trainer.errors import ConfigErrors
 from tests.helpers.foreign_configs import ACCELERATE_FILES, DEEPSPEED_FILES, DEEPSPEED_TUTORIAL, HF_ZERO3
 

@@ -7,7 +7,7 @@ from deepspeed.runtime import lr_schedules
 from deepspeed.runtime.tensor_parallel.config import TPTrainingConfig
 
 from ds_trainer.config.backend import backend
-from ds_trainer.config.coverage import coverage
+from ds_trainer.config.key_support import coverage
 from ds_trainer.interop.deepspeed.importer import from_deepspeed
 from ds_trainer.config.deepspeed.to_deepspeed import to_deepspeed
 from ds_trainer.config.io import load_config

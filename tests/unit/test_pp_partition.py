@@ -73,7 +73,7 @@ def test_layers_are_found_beside_towers_of_vision_and_layers_for_further_tokens(
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "mixtral", "gemma3_text", "deepseek_v2", "qwen3_next"])
 def test_headers_and_the_built_model_cost_the_same(tmp_path, kind):
-    from ds_trainer.config.stages import parts_of
+    from ds_trainer.config.stage_assignment import parts_of
     from ds_trainer.models.scaled_down import causal_lm, scaled_down
     from ds_trainer.planning.checkpoint_spec import read_spec
 

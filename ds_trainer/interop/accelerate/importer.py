@@ -23,7 +23,7 @@ from ds_trainer.interop.accelerate.import_fsdp import (
 from ds_trainer.interop.deepspeed.importer import keep_defaults, read_deepspeed
 from ds_trainer.interop.import_result import LAUNCHERS, Imported, Line
 from ds_trainer.config.keys import assign, flatten
-from ds_trainer.config.native_files import load_native
+from ds_trainer.config.foreign_files import load_native
 from ds_trainer.errors import ConfigError
 
 _TPU = "for TPUs and clouds, on which ds_trainer does not run; there is nothing to do"

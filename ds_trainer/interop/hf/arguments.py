@@ -10,7 +10,7 @@ from typing import Any
 
 from ds_trainer.interop.hf.fields import FIELDS, RENAMED, SWITCHES
 from ds_trainer.interop.import_result import Imported
-from ds_trainer.config.native_files import load_native
+from ds_trainer.config.foreign_files import load_native
 from ds_trainer.errors import ConfigError, ConfigErrors
 
 _SAYS_NOTHING: tuple[Any, ...] = (None, "", [], {})

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ds_trainer.config.native_files import load_native
+from ds_trainer.config.foreign_files import load_native
 from ds_trainer.errors import ConfigError
 
 NAMES = {"accelerate": "an accelerate YAML", "hf": "TrainingArguments", "deepspeed": "a DeepSpeed JSON"}

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ds_trainer.config.asked import Asked
+from ds_trainer.config.provenance import Asked
 from ds_trainer.config.backend import backend
 from ds_trainer.config.keys import default
-from ds_trainer.config.plan_rules import check_plan, plan_warnings, suggested
+from ds_trainer.config.tp_plan_rules import check_plan, plan_warnings, suggested
 from ds_trainer.config.resolved import Machine
 from ds_trainer.config.schema import RunConfig
 from ds_trainer.errors import ConfigError

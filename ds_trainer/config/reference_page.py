@@ -1,4 +1,4 @@
-"""The reference of every config key as Markdown: `python -m ds_trainer.config.document > docs/configuration.md`. Pure.
+"""The reference of every config key as Markdown: `python -m ds_trainer.config.reference_page > docs/configuration.md`. Pure.
 
 All of it comes from the schema and from the table of what an engine does with a key, so it cannot say anything else.
 """
@@ -9,8 +9,8 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ds_trainer.config.coverage import coverage
-from ds_trainer.config.engine_table import ENGINES, cell
+from ds_trainer.config.key_support import coverage
+from ds_trainer.config.key_support_table import ENGINES, cell
 from ds_trainer.config.keys import default, leaf_fields
 from ds_trainer.config.schema import RunConfig
 
@@ -25,7 +25,7 @@ Below a table stands what becomes of its keys on each engine: **mapped** keys ar
 are acted on by ds_trainer itself, alike on every engine; **refused** keys are an error when they ask for something;
 **no effect** keys run, with a warning. Where nothing stands, every key is implied on every engine.
 
-This page is printed by `python -m ds_trainer.config.document`.
+This page is printed by `python -m ds_trainer.config.reference_page`.
 """
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import hjson
 import yaml
 
-from ds_trainer.config.text_files import (
+from ds_trainer.config.strict_json import (
     TextFault,
     check_nesting,
     integer_if_exponent,

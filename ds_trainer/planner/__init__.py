@@ -1,1 +1,0 @@
-"""What a run needs, worked out before it starts."""
