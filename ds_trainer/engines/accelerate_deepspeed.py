@@ -9,7 +9,7 @@ import torch
 from accelerate.utils import DeepSpeedPlugin
 from transformers.integrations import unset_hf_deepspeed_config
 
-from ds_trainer.config.accelerate.to_accelerate import accelerate_arguments
+from ds_trainer.config.accelerate.arguments import accelerate_arguments
 from ds_trainer.config.deepspeed.native_keys import ReadRecorder
 from ds_trainer.config.keys import flatten
 from ds_trainer.config.resolved import ResolvedConfig

@@ -10,7 +10,7 @@ import yaml
 
 from ds_trainer.interop.accelerate.notes import accelerate_notes
 from ds_trainer.interop.accelerate.snippet import accelerate_snippet
-from ds_trainer.config.accelerate.to_accelerate import to_accelerate_yaml
+from ds_trainer.config.accelerate.arguments import to_accelerate_yaml
 from ds_trainer.config.backend import backend
 from ds_trainer.config.key_support import coverage
 from ds_trainer.config.deepspeed.to_deepspeed import native_notes, standalone_notes, to_deepspeed

@@ -3,7 +3,7 @@
 import pytest
 import yaml
 
-from ds_trainer.config.accelerate.to_accelerate import to_accelerate_yaml
+from ds_trainer.config.accelerate.arguments import to_accelerate_yaml
 from ds_trainer.config.io import load_config
 from ds_trainer.config.resolve import resolve
 from ds_trainer.config.resolved import Machine

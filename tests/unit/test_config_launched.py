@@ -2,7 +2,7 @@
 
 import pytest
 
-from ds_trainer.config.accelerate.launched import check_launched
+from ds_trainer.config.accelerate.launcher_conflicts import check_launched
 from ds_trainer.config.io import load_config
 from ds_trainer.config.resolve import resolve
 from ds_trainer.config.resolved import Machine

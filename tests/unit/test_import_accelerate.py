@@ -11,7 +11,7 @@ from accelerate.utils.dataclasses import ComputeEnvironment, DistributedType, Dy
 
 from ds_trainer.interop.accelerate.enums import FSDP_WORDS, STRATEGIES, WORDS
 from ds_trainer.interop.accelerate.importer import from_accelerate
-from ds_trainer.config.accelerate.to_accelerate import to_accelerate_yaml
+from ds_trainer.config.accelerate.arguments import to_accelerate_yaml
 from ds_trainer.config.backend import backend
 from ds_trainer.config.io import load_config
 from ds_trainer.config.keys import flatten, value
