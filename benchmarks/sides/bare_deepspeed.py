@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Subset
 from transformers import default_data_collator
 from workload import ACCUMULATION, MICRO, RANKS, STEPS, Clock, make_model, make_rows, run_config
 
-from ds_trainer.config.deepspeed.to_deepspeed import to_deepspeed
+from ds_trainer.config.deepspeed.arguments import to_deepspeed
 from ds_trainer.config.io import load_config
 from ds_trainer.config.machine import probe_machine_pure
 from ds_trainer.config.resolve import resolve

@@ -14,7 +14,7 @@ from ds_trainer.cli.printing import print_until_closed
 from ds_trainer.config.backend import backend, engine_column
 from ds_trainer.config.key_support import coverage, covered_engines
 from ds_trainer.config.deepspeed.native_keys import unified_keys
-from ds_trainer.config.deepspeed.to_deepspeed import to_deepspeed
+from ds_trainer.config.deepspeed.arguments import to_deepspeed
 from ds_trainer.config.key_support_table import AS_BACKEND, ENGINES, cell
 from ds_trainer.config.io import load_config, read_config
 from ds_trainer.config.keys import flatten, leaf_values, value

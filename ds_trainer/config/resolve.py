@@ -10,9 +10,9 @@ from typing import Any, Literal
 from ds_trainer.config.provenance import Asked
 from ds_trainer.config.backend import backend
 from ds_trainer.config.batch import Pipeline, solve_batch
-from ds_trainer.config.deepspeed.to_deepspeed import to_deepspeed
-from ds_trainer.config.deepspeed.zero_resolve import check_parameter_buffer, derive_zero
-from ds_trainer.config.deepspeed.zero_rules import no_effect_of_zero
+from ds_trainer.config.deepspeed.arguments import to_deepspeed
+from ds_trainer.config.deepspeed.derive import check_parameter_buffer, derive_zero
+from ds_trainer.config.deepspeed.rules import no_effect_of_zero
 from ds_trainer.config.keys import leaf_values, value
 from ds_trainer.config.model_rules import check_class, class_warnings
 from ds_trainer.config.pp_rules import check_pipeline_model, pipeline_warnings

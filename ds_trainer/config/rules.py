@@ -13,7 +13,7 @@ from ds_trainer.config.provenance import Asked
 from ds_trainer.config.backend import backend, engine_column
 from ds_trainer.config.key_support import coverage, covered_engines
 from ds_trainer.config.deepspeed.native_keys import check_native
-from ds_trainer.config.deepspeed.zero_rules import check_zero, check_zero_machine
+from ds_trainer.config.deepspeed.rules import check_zero, check_zero_machine
 from ds_trainer.config.keys import leaf_fields, value
 from ds_trainer.config.pp_rules import check_pipeline
 from ds_trainer.config.rank_rules import check_ranks

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ds_trainer.config.deepspeed.native_keys import ReadRecorder
-from ds_trainer.config.deepspeed.to_deepspeed import to_deepspeed
+from ds_trainer.config.deepspeed.arguments import to_deepspeed
 from ds_trainer.config.resolved import ResolvedConfig
 from ds_trainer.engines.base import EngineFacts, OptimizerFactory, StepOutcome
 from ds_trainer.engines.clip import clip_by_norm, global_norm, norm_over_group

@@ -13,7 +13,7 @@ from ds_trainer.interop.accelerate.snippet import accelerate_snippet
 from ds_trainer.config.accelerate.arguments import to_accelerate_yaml
 from ds_trainer.config.backend import backend
 from ds_trainer.config.key_support import coverage
-from ds_trainer.config.deepspeed.to_deepspeed import native_notes, standalone_notes, to_deepspeed
+from ds_trainer.config.deepspeed.arguments import native_notes, standalone_notes, to_deepspeed
 from ds_trainer.interop.hf.exporter import hf_snippet, to_hf
 from ds_trainer.config.resolved import ResolvedConfig
 from ds_trainer.config.schema import RunConfig

@@ -7,7 +7,7 @@ import pytest
 from pydantic import ValidationError
 
 from ds_trainer.config.key_support import coverage, covered_engines
-from ds_trainer.config.deepspeed.to_deepspeed import to_deepspeed
+from ds_trainer.config.deepspeed.arguments import to_deepspeed
 from ds_trainer.config.io import load_config
 from ds_trainer.config.keys import assign, default, flatten, leaf_fields
 from ds_trainer.config.resolve import resolve

@@ -14,7 +14,7 @@ from transformers.optimization import get_scheduler
 from ds_trainer.cli import main
 from ds_trainer.interop.accelerate.snippet import accelerate_snippet
 from ds_trainer.config.backend import backend
-from ds_trainer.config.deepspeed.to_deepspeed import to_deepspeed
+from ds_trainer.config.deepspeed.arguments import to_deepspeed
 from ds_trainer.interop.hf.importer import from_hf
 from ds_trainer.interop.hf.fields import FIELDS, SAME, in_their_words
 from ds_trainer.interop.hf.notes import ENGINES, SAID, UNSAID, reason

@@ -14,7 +14,7 @@ import pytest
 from ds_trainer.cli import main
 from ds_trainer.cli.config import stage_rows
 from ds_trainer.config.batch import Pipeline, solve_batch
-from ds_trainer.config.deepspeed.to_deepspeed import to_deepspeed
+from ds_trainer.config.deepspeed.arguments import to_deepspeed
 from ds_trainer.config.io import load_config
 from ds_trainer.config.resolve import resolve, total_steps
 from ds_trainer.config.resolved import Machine

@@ -9,7 +9,7 @@ import pytest
 
 from ds_trainer.cli import main
 from ds_trainer.cli.config import share_rows
-from ds_trainer.config.deepspeed.to_deepspeed import to_deepspeed
+from ds_trainer.config.deepspeed.arguments import to_deepspeed
 from ds_trainer.config.io import load_config
 from ds_trainer.config.machine import probe_machine_pure
 from ds_trainer.config.resolve import resolve

@@ -19,7 +19,7 @@ from ds_trainer.interop.accelerate.notes import accelerate_notes
 from ds_trainer.interop.accelerate.snippet import accelerate_snippet
 from ds_trainer.config.accelerate.launcher_conflicts import check_launched
 from ds_trainer.config.accelerate.arguments import to_accelerate_yaml
-from ds_trainer.config.deepspeed.to_deepspeed import to_deepspeed
+from ds_trainer.config.deepspeed.arguments import to_deepspeed
 from ds_trainer.config.io import load_config
 from ds_trainer.config.resolve import resolve
 from ds_trainer.config.resolved import Machine

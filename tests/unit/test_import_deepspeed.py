@@ -9,7 +9,7 @@ from deepspeed.runtime.tensor_parallel.config import TPTrainingConfig
 from ds_trainer.config.backend import backend
 from ds_trainer.config.key_support import coverage
 from ds_trainer.interop.deepspeed.importer import from_deepspeed
-from ds_trainer.config.deepspeed.to_deepspeed import to_deepspeed
+from ds_trainer.config.deepspeed.arguments import to_deepspeed
 from ds_trainer.config.io import load_config
 from ds_trainer.config.keys import assign, flatten, leaf_fields, value
 from ds_trainer.config.resolve import resolve

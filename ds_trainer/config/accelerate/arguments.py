@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ds_trainer.config.backend import backend
-from ds_trainer.config.deepspeed.to_deepspeed import to_deepspeed
+from ds_trainer.config.deepspeed.arguments import to_deepspeed
 from ds_trainer.config.resolved import ResolvedConfig
 from ds_trainer.config.schema import RunConfig
 from ds_trainer.config.torch.to_torch import ddp_arguments, fsdp2_arguments

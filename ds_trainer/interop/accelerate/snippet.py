@@ -9,7 +9,7 @@ from typing import Any
 
 from ds_trainer.interop.accelerate.notes import python_notes, script_notes
 from ds_trainer.config.accelerate.arguments import accelerate_arguments
-from ds_trainer.config.deepspeed.to_deepspeed import gathering_on_save
+from ds_trainer.config.deepspeed.arguments import gathering_on_save
 from ds_trainer.config.resolved import ResolvedConfig
 from ds_trainer.config.torch.to_torch import fsdp2_arguments
 

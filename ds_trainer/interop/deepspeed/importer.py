@@ -20,7 +20,7 @@ from ds_trainer.interop.deepspeed.import_optimizer import (
     keep_optimizer_defaults,
 )
 from ds_trainer.config.deepspeed.native_keys import check_native, unified_keys
-from ds_trainer.config.deepspeed.zero_keys import OFFLOAD_DEVICES, OFFLOAD_STAGES, STAGES
+from ds_trainer.config.deepspeed.keys import OFFLOAD_DEVICES, OFFLOAD_STAGES, STAGES
 from ds_trainer.interop.import_result import Imported, Line
 from ds_trainer.config.keys import assign, default, flatten
 from ds_trainer.errors import ConfigError

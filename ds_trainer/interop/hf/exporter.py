@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ds_trainer.config.backend import backend
-from ds_trainer.config.deepspeed.to_deepspeed import gathering_on_save, to_deepspeed
+from ds_trainer.config.deepspeed.arguments import gathering_on_save, to_deepspeed
 from ds_trainer.interop.hf.fields import SAME
 from ds_trainer.interop.hf.notes import UNSAID, hf_notes
 from ds_trainer.config.keys import value

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ds_trainer.config.deepspeed.zero_keys import IGNORED_BY_BF16_OPTIMIZER, STAGES, uses_bf16_optimizer
+from ds_trainer.config.deepspeed.keys import IGNORED_BY_BF16_OPTIMIZER, STAGES, uses_bf16_optimizer
 from ds_trainer.config.resolved import Machine, ModelSize
 from ds_trainer.config.schema import ZeroConfig
 from ds_trainer.errors import ConfigError

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 
 from ds_trainer.config.provenance import Asked
-from ds_trainer.config.deepspeed.zero_keys import (
+from ds_trainer.config.deepspeed.keys import (
     IGNORED_BY_BF16_OPTIMIZER,
     OFFLOAD_DEVICES,
     OFFLOAD_STAGES,
