@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ds_trainer.config.resolved import ResolvedConfig
-from ds_trainer.config.torch.to_torch import ddp_arguments
+from ds_trainer.config.torch.arguments import ddp_arguments
 from ds_trainer.engines.base import EngineFacts, OptimizerFactory, StepOutcome
 from ds_trainer.engines.clip import norm_over_group
 from ds_trainer.engines.dtypes import DTYPE_NAMES, TORCH_DTYPES

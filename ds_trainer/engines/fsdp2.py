@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from ds_trainer.config.resolved import ResolvedConfig
-from ds_trainer.config.torch.to_torch import FSDP2Arguments, fsdp2_arguments
+from ds_trainer.config.torch.arguments import FSDP2Arguments, fsdp2_arguments
 from ds_trainer.engines.base import EngineFacts, OptimizerFactory, StepOutcome
 from ds_trainer.engines.clip import norm_over_group
 from ds_trainer.engines.dtypes import DTYPE_NAMES, TORCH_DTYPES

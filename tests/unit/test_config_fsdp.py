@@ -5,7 +5,7 @@ import pytest
 from ds_trainer.config.io import load_config
 from ds_trainer.config.resolve import resolve
 from ds_trainer.config.resolved import Machine
-from ds_trainer.config.torch.to_torch import fsdp2_arguments
+from ds_trainer.config.torch.arguments import fsdp2_arguments
 from ds_trainer.errors import ConfigErrors
 
 FSDP2 = {"parallel": {"engine": "fsdp2"}}

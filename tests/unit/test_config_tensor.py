@@ -16,7 +16,7 @@ from ds_trainer.config.resolve import resolve
 from ds_trainer.config.resolved import Machine
 from ds_trainer.config.schema import ParallelConfig
 from ds_trainer.config.tp_rules import shares_of
-from ds_trainer.config.torch.to_torch import fsdp2_arguments
+from ds_trainer.config.torch.arguments import fsdp2_arguments
 from ds_trainer.interop.torch.snippet import ddp_snippet, fsdp2_snippet
 from ds_trainer.errors import ConfigErrors, ModelError
 from ds_trainer.launch.rank_grid import Grid

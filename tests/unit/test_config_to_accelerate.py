@@ -23,7 +23,7 @@ from ds_trainer.config.deepspeed.arguments import to_deepspeed
 from ds_trainer.config.io import load_config
 from ds_trainer.config.resolve import resolve
 from ds_trainer.config.resolved import Machine
-from ds_trainer.config.torch.to_torch import ddp_arguments, fsdp2_arguments
+from ds_trainer.config.torch.arguments import ddp_arguments, fsdp2_arguments
 from ds_trainer.errors import ConfigErrors
 
 GPUS = Machine(4, "cuda", ("fp32", "bf16", "fp16"), "computes in bf16")

@@ -12,7 +12,7 @@ from ds_trainer.config.backend import backend
 from ds_trainer.config.deepspeed.arguments import to_deepspeed
 from ds_trainer.config.resolved import ResolvedConfig
 from ds_trainer.config.schema import RunConfig
-from ds_trainer.config.torch.to_torch import ddp_arguments, fsdp2_arguments
+from ds_trainer.config.torch.arguments import ddp_arguments, fsdp2_arguments
 
 _MIXED_PRECISION = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
 

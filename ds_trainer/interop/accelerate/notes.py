@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from ds_trainer.config.backend import backend
 from ds_trainer.config.resolved import ResolvedConfig
-from ds_trainer.config.torch.to_torch import fsdp2_arguments
+from ds_trainer.config.torch.arguments import fsdp2_arguments
 
 _ON_CPU = {
     "deepspeed": "on CPU accelerate takes each rank of DeepSpeed for the only one: feed each its own data",

@@ -11,7 +11,7 @@ from typing import Any
 
 from ds_trainer.config.resolved import ResolvedConfig
 from ds_trainer.config.schema import RunConfig
-from ds_trainer.config.torch.to_torch import ddp_arguments, fsdp2_arguments
+from ds_trainer.config.torch.arguments import ddp_arguments, fsdp2_arguments
 
 _DTYPES = {"fp32": "torch.float32", "bf16": "torch.bfloat16", "fp16": "torch.float16"}
 _LOOP = """
