@@ -63,7 +63,7 @@ from ds_trainer.models.build import build_model
 from ds_trainer.models.chunked_head import chunk_head
 from ds_trainer.models.hf import is_causal_lm, load_tokenizer
 from ds_trainer.models.hub import resolve_folder
-from ds_trainer.models.source import ModuleWeights, WeightSource
+from ds_trainer.models.weight_source import ModuleWeights, WeightSource
 from ds_trainer.planning.checkpoint_spec import ModelSpec, read_spec
 from ds_trainer.optim import hand_over, make_optimizer
 from ds_trainer.output import claimed

@@ -23,7 +23,7 @@ from ds_trainer.checkpoint.sharded import INDEX, box_key
 from ds_trainer.engines.state import MASTER
 from ds_trainer.errors import CheckpointError
 from ds_trainer.layout import Box, ParameterSlice
-from ds_trainer.models.source import WeightSource
+from ds_trainer.models.weight_source import WeightSource
 
 
 @contextmanager

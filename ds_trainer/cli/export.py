@@ -20,7 +20,7 @@ from ds_trainer.log import get_logger
 from ds_trainer.models.build import build_model
 from ds_trainer.models.hf import load_tokenizer
 from ds_trainer.models.hub import resolve_folder
-from ds_trainer.models.source import WeightSource
+from ds_trainer.models.weight_source import WeightSource
 from ds_trainer.planning.checkpoint_spec import read_spec
 from ds_trainer.models.weights import fill_buffers
 

@@ -21,7 +21,7 @@ from ds_trainer.engines.state import State
 from ds_trainer.errors import ConfigError
 from ds_trainer.layout import ParameterSlice
 from ds_trainer.distributed.process_groups import Mesh
-from ds_trainer.models.source import WeightSource
+from ds_trainer.models.weight_source import WeightSource
 from ds_trainer.tensor_parallel.split import ModelSplit
 
 OptimizerFactory = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]

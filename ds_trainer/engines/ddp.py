@@ -36,7 +36,7 @@ from ds_trainer.engines.step import clipped_step
 from ds_trainer.errors import EngineError, ModelError
 from ds_trainer.layout import ParameterSlice
 from ds_trainer.distributed.process_groups import Mesh, release_at_exit
-from ds_trainer.models.source import WeightSource
+from ds_trainer.models.weight_source import WeightSource
 from ds_trainer.models.weights import load_full
 from ds_trainer.tensor_parallel.split import ModelSplit
 

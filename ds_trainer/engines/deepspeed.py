@@ -52,7 +52,7 @@ from ds_trainer.layout import ParameterSlice
 from ds_trainer.distributed.process_groups import Mesh
 from ds_trainer.host.deepspeed_ops import disable_shm_comm
 from ds_trainer.host.swap_folder import SwapFolder
-from ds_trainer.models.source import WeightSource
+from ds_trainer.models.weight_source import WeightSource
 from ds_trainer.models.weights import load_full
 from ds_trainer.tensor_parallel.split import ModelSplit
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from ds_trainer.errors import ConfigError
 from ds_trainer.layout import even_flat_range
-from ds_trainer.models.source import WeightSource
+from ds_trainer.models.weight_source import WeightSource
 
 
 def load_sharded(

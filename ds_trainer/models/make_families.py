@@ -14,7 +14,7 @@ from transformers.core_model_loading import WeightConverter
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ds_trainer.errors import ModelError
-from ds_trainer.models.own_plans import OWN_PLANS
+from ds_trainer.models.extra_tp_plans import OWN_PLANS
 from ds_trainer.models.scaled_down import causal_lm, scaled_down
 from ds_trainer.planning.checkpoint_spec import CONFIG_KEYS
 from ds_trainer.pipeline.proof import proven

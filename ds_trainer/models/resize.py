@@ -15,7 +15,7 @@ from ds_trainer.config.schema import ModelConfig
 from ds_trainer.errors import ModelError
 from ds_trainer.layout import Box
 from ds_trainer.log import get_logger
-from ds_trainer.models.source import WeightSource
+from ds_trainer.models.weight_source import WeightSource
 
 
 class GrownEmbeddings(WeightSource):
@@ -32,7 +32,7 @@ class GrownEmbeddings(WeightSource):
         self._means: dict[str, torch.Tensor] = {}
 
     def view(self, name: str, flat: tuple[int, int] | None = None) -> torch.Tensor:
-        """As in `ds_trainer.models.source.WeightSource`; the mean reads all old rows, once, and is kept in fp32."""
+        """As in `ds_trainer.models.weight_source.WeightSource`; the mean reads all old rows, once, and is kept in fp32."""
         if name not in self._grown:
             return self._weights.view(name, flat)
         old, new = self._grown[name]
@@ -46,7 +46,7 @@ class GrownEmbeddings(WeightSource):
         return value.view(new) if flat is None else value
 
     def box(self, name: str, box: Box) -> torch.Tensor:
-        """As in `ds_trainer.models.source.WeightSource`; old rows are read as far as the box holds them."""
+        """As in `ds_trainer.models.weight_source.WeightSource`; old rows are read as far as the box holds them."""
         if name not in self._grown:
             return self._weights.box(name, box)
         rows, (first, count) = self._grown[name][0][0], (box.offsets[0], box.sizes[0])
@@ -63,7 +63,7 @@ class GrownEmbeddings(WeightSource):
         return self._means[name]
 
     def stored_dtype(self, name: str) -> torch.dtype:
-        """As in `ds_trainer.models.source.WeightSource`."""
+        """As in `ds_trainer.models.weight_source.WeightSource`."""
         return self._weights.stored_dtype(name)
 
 

@@ -20,9 +20,9 @@ from ds_trainer.layout import Box, ParameterSlice, rows_covering
 from ds_trainer.log import warn_once
 from ds_trainer.models.conversions import Recipe, load_recipes, tied_groups
 from ds_trainer.models.skeleton import empty_twin
-from ds_trainer.models.source import WeightSource
+from ds_trainer.models.weight_source import WeightSource
 from ds_trainer.planning.checkpoint_spec import pickled_files, read_headers, safetensors_files
-from ds_trainer.models.unread import Fill, NotRecordedError, Unread
+from ds_trainer.models.lazy_tensor import Fill, NotRecordedError, Unread
 
 _COMPARED_AT_ONCE = 1 << 22
 
@@ -127,7 +127,7 @@ class CheckpointWeights(WeightSource):
             warn_once(f"{folder} holds tensors that {type(model).__name__} has no place for: {_some(self.unexpected)}")
 
     def view(self, name: str, flat: tuple[int, int] | None = None) -> torch.Tensor:
-        """The value of a parameter or persistent buffer, as in `ds_trainer.models.source.WeightSource`.
+        """The value of a parameter or persistent buffer, as in `ds_trainer.models.weight_source.WeightSource`.
 
         With `flat` only the rows that hold the range are read.
         """
@@ -138,7 +138,7 @@ class CheckpointWeights(WeightSource):
         return tensor.whole() if flat is None else tensor.flat(*flat)
 
     def box(self, name: str, box: Box) -> torch.Tensor:
-        """As in `ds_trainer.models.source.WeightSource`."""
+        """As in `ds_trainer.models.weight_source.WeightSource`."""
         tensor = self._tensors.get(name)
         return super().box(name, box) if tensor is None else tensor.box(box)
 

@@ -6,7 +6,7 @@ from math import prod
 
 import torch
 
-from ds_trainer.models.source import WeightSource
+from ds_trainer.models.weight_source import WeightSource
 from ds_trainer.tensor_parallel.split import ModelSplit
 
 

@@ -15,7 +15,7 @@ import torch
 import transformers
 from tqdm import tqdm
 
-from ds_trainer.models.own_plans import OWN_PLANS
+from ds_trainer.models.extra_tp_plans import OWN_PLANS
 from ds_trainer.planning.checkpoint_spec import families
 from tests.helpers.world import RankFailed, World
 from tests.matrix.compare import Outcome, compare_all, worst

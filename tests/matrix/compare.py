@@ -21,7 +21,7 @@ from ds_trainer.launch.environment import grid_from_environment
 from ds_trainer.distributed.process_groups import Mesh, init_mesh
 from ds_trainer.models.scaled_down import VOCAB, causal_lm, scaled_down
 from ds_trainer.models.skeleton import skeleton
-from ds_trainer.models.source import ModuleWeights
+from ds_trainer.models.weight_source import ModuleWeights
 from ds_trainer.tensor_parallel.apply import split_model
 from ds_trainer.tensor_parallel.head import make_cross_entropy
 from ds_trainer.planning.tp_plan import TensorPlan, plan_for

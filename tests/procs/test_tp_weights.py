@@ -14,7 +14,7 @@ from ds_trainer.config.schema import ModelConfig
 from ds_trainer.layout import Box, Cut
 from ds_trainer.models.hf import build_skeleton
 from ds_trainer.models.resize import fit_embeddings
-from ds_trainer.models.source import ModuleWeights
+from ds_trainer.models.weight_source import ModuleWeights
 from ds_trainer.models.weights import CheckpointWeights
 from ds_trainer.tensor_parallel.split import ModelSplit
 from ds_trainer.tensor_parallel.weights import LocalWeights

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ds_trainer.layout import Box
-from ds_trainer.models.unread import NotRecordedError, Unread
+from ds_trainer.models.lazy_tensor import NotRecordedError, Unread
 
 
 class Stored:
