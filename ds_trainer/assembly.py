@@ -36,8 +36,8 @@ from ds_trainer.config.stage_assignment import check_stages, deal_out, num_stage
 from ds_trainer.data.loader import BatchLoader
 from ds_trainer.data.prepare import read_chat_template
 from ds_trainer.data.prompts import Prompt
-from ds_trainer.data.same import same_everywhere
-from ds_trainer.data.splits import Splits
+from ds_trainer.data.dataset_consistency import same_everywhere
+from ds_trainer.data.loaders import Splits
 from ds_trainer.engines.base import Engine, EngineFacts, make_engine
 from ds_trainer.engines.dtypes import TORCH_DTYPES
 from ds_trainer.errors import ConfigError, ConfigErrors, EngineError, ModelError

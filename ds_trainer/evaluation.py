@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ds_trainer.data import model_group
+from ds_trainer.data import batch_consistency as model_group
 from ds_trainer.data.loader import BatchLoader
 from ds_trainer.engines.base import Engine
 from ds_trainer.executors.base import Evaluated, Executor

@@ -14,7 +14,7 @@ from ds_trainer.checkpoint.export import export_model
 from ds_trainer.checkpoint.store import open_checkpoint
 from ds_trainer.config.schema import RunConfig
 from ds_trainer.data.loader import BatchLoader
-from ds_trainer.data.same import same_everywhere
+from ds_trainer.data.dataset_consistency import same_everywhere
 from ds_trainer.engines.base import Engine
 from ds_trainer.errors import ConfigError
 from ds_trainer.evaluation import EvaluationResult, prediction_metrics, run_evaluation

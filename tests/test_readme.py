@@ -139,7 +139,7 @@ def test_the_tour_shows_every_section():
 
 
 def test_every_data_record_is_tokenised_and_has_something_to_learn():
-    from ds_trainer.data.text import encode
+    from ds_trainer.data.encode import encode
     from tests.helpers.tokenizers import make_tokenizer
 
     for line in of("jsonl")[0].splitlines():

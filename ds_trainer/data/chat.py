@@ -8,7 +8,7 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from ds_trainer.data.sources import Origin, kind_of
+from ds_trainer.data.readers import Origin, kind_of
 from ds_trainer.errors import DataError
 
 Span = tuple[int, int]

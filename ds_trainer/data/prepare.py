@@ -12,9 +12,9 @@ from huggingface_hub.constants import HF_HOME
 from tqdm import tqdm
 
 from ds_trainer.config.schema import DataConfig
-from ds_trainer.data.once import StopCheck, build_once
-from ds_trainer.data.sources import Origin, Source, open_source
-from ds_trainer.data.text import IGNORE, Encoded, encode
+from ds_trainer.data.build_once import StopCheck, build_once
+from ds_trainer.data.readers import Origin, Source, open_source
+from ds_trainer.data.encode import IGNORE, Encoded, encode
 from ds_trainer.data.tokenized import DataStats, TokenizedDataset, write
 from ds_trainer.errors import DataError, MachineError
 

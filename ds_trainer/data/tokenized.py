@@ -12,7 +12,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from ds_trainer.data.text import IGNORE, Encoded
+from ds_trainer.data.encode import IGNORE, Encoded
 
 ROWS_PER_BATCH = 1024
 """Fixed, so that the place of a row in the file is a division."""

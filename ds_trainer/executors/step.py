@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ds_trainer.data import model_group
+from ds_trainer.data import batch_consistency as model_group
 from ds_trainer.executors.base import Executor
 from ds_trainer.loss import Batch, LossFunction
 from ds_trainer.distributed.consensus import agreed

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ds_trainer.callbacks.base import Callback
-from ds_trainer.data.text import IGNORE
+from ds_trainer.data.encode import IGNORE
 from ds_trainer.errors import DataError
 from tests.helpers.runs import D8, ENGINES, largest_difference, make_trainer, weights
 from tests.helpers.tiny import oracle, tiny_llama

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ds_trainer.data.loader import BatchLoader
-from ds_trainer.data.same import same_everywhere
+from ds_trainer.data.dataset_consistency import same_everywhere
 from ds_trainer.data.sampler import GlobalBatchSampler
 from ds_trainer.errors import DataError
 from ds_trainer.launch.rank_grid import Grid

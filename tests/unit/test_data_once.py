@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from ds_trainer.data import once
-from ds_trainer.data.once import build_once
+from ds_trainer.data import build_once as once
+from ds_trainer.data.build_once import build_once
 from ds_trainer.errors import DataError
 from ds_trainer.launch import signals
 

@@ -261,7 +261,7 @@ def test_a_cache_with_a_cut_file_is_tokenised_anew(run, encoded, tmp_path, capfd
 
 @pytest.mark.case("F10")
 def test_a_stop_that_is_asked_for_while_tokenising_ends_it_soon(run, encoded, tmp_path, monkeypatch):
-    monkeypatch.setattr("ds_trainer.data.once.POLL_S", 0.0)
+    monkeypatch.setattr("ds_trainer.data.build_once.POLL_S", 0.0)
     monkeypatch.setattr(signals, "pending", lambda: len(encoded) >= 5)
     with pytest.raises(signals.StopRequested):
         run([SHORT] * 1000)

@@ -7,7 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from ds_trainer.data.sources import open_source
+from ds_trainer.data.readers import open_source
 from ds_trainer.errors import DataError
 
 RECORDS = [{"text": "a"}, {"text": "b\nc"}, {"text": "d"}]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ds_trainer.data.text import IGNORE, encode
+from ds_trainer.data.encode import IGNORE, encode
 from ds_trainer.errors import DataError
 from tests.helpers.tokenizers import MARKED_TEMPLATE, make_tokenizer
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ds_trainer.data.model_group import difference, digest, require_same
+from ds_trainer.data.batch_consistency import difference, digest, require_same
 from ds_trainer.errors import DataError
 from ds_trainer.launch.rank_grid import Grid
 

@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow.parquet as pq
 from pyarrow import ArrowInvalid
 
-from ds_trainer.data.failure import noted
+from ds_trainer.data.worker_error import noted
 from ds_trainer.errors import DataError
 
 Record = Mapping[str, Any]

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from ds_trainer.data.sealed import damage, seal
+from ds_trainer.data.folder_integrity import damage, seal
 from ds_trainer.errors import DataError
 from ds_trainer.log import get_logger
 from ds_trainer.launch import signals

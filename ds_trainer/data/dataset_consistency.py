@@ -13,7 +13,7 @@ import torch
 
 from ds_trainer.data.loader import BatchLoader
 from ds_trainer.data.microbatch import BatchMaker
-from ds_trainer.data.randomness import own_streams_kept
+from ds_trainer.data.rng import own_streams_kept
 from ds_trainer.errors import DataError
 from ds_trainer.distributed.consensus import agreed
 from ds_trainer.distributed.process_groups import Mesh

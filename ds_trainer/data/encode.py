@@ -9,7 +9,7 @@ from operator import index
 from typing import Any
 
 from ds_trainer.data.chat import encode_chat
-from ds_trainer.data.sources import Origin, Record, kind_of
+from ds_trainer.data.readers import Origin, Record, kind_of
 from ds_trainer.errors import DataError
 
 IGNORE = -100
