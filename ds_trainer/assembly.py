@@ -70,7 +70,7 @@ from ds_trainer.output import claimed
 from ds_trainer.planning.pp_costs import FACTS, ModelParts, Ranges
 from ds_trainer.pipeline.cut import cut_model
 from ds_trainer.pipeline.observe import refusal
-from ds_trainer.pipeline.parameters import StageParameters
+from ds_trainer.parallel.tied_parameters import StageParameters
 from ds_trainer.planning.pp_schedules import splits_backward, stages_of
 from ds_trainer.pipeline.split_linear import put_off_weight_gradients
 from ds_trainer.pipeline.stages import StagedModel
@@ -78,7 +78,7 @@ from ds_trainer.saving.best_metric import require_evaluations
 from ds_trainer.saving.resume import check_layout, check_model, check_run, check_world, find_checkpoint
 from ds_trainer.tensor_parallel.apply import split_model
 from ds_trainer.tensor_parallel.head import make_cross_entropy
-from ds_trainer.tensor_parallel.split import ModelSplit
+from ds_trainer.parallel.model_split import ModelSplit
 from ds_trainer.tensor_parallel.weights import LocalWeights
 
 

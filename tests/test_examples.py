@@ -198,7 +198,7 @@ def piped_by_hand(schedule, ties_are_summed=True):
     """What the example prints on the first rank, and how each rank's ends."""
     with redirect_stdout(StringIO()) as said, pytest.MonkeyPatch.context() as patch:
         if not ties_are_summed:
-            patch.setattr("ds_trainer.pipeline.parameters.StageParameters.sum_tied", lambda self, gradients: None)
+            patch.setattr("ds_trainer.parallel.tied_parameters.StageParameters.sum_tied", lambda self, gradients: None)
         try:
             module("pipeline_by_hand.py").main(["--schedule", schedule])
             end = None

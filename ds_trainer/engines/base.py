@@ -22,7 +22,7 @@ from ds_trainer.errors import ConfigError
 from ds_trainer.layout import ParameterSlice
 from ds_trainer.distributed.process_groups import Mesh
 from ds_trainer.models.weight_source import WeightSource
-from ds_trainer.tensor_parallel.split import ModelSplit
+from ds_trainer.parallel.model_split import ModelSplit
 
 OptimizerFactory = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
 

@@ -38,7 +38,7 @@ from ds_trainer.layout import ParameterSlice
 from ds_trainer.distributed.process_groups import Mesh, release_at_exit
 from ds_trainer.models.weight_source import WeightSource
 from ds_trainer.models.weights import load_full
-from ds_trainer.tensor_parallel.split import ModelSplit
+from ds_trainer.parallel.model_split import ModelSplit
 
 # Renamed in torch 2.13, which warns about the old name.
 _SYNC_BUFFERS = (

@@ -39,7 +39,7 @@ from ds_trainer.distributed.device_mesh import device_mesh
 from ds_trainer.distributed.process_groups import Mesh
 from ds_trainer.models.weight_source import WeightSource
 from ds_trainer.models.weights import fill_buffers
-from ds_trainer.tensor_parallel.split import ModelSplit
+from ds_trainer.parallel.model_split import ModelSplit
 
 
 class FSDP2Engine:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch.distributed.tensor import DTensor
 
-from ds_trainer.tensor_parallel.split import ModelSplit
+from ds_trainer.parallel.model_split import ModelSplit
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:

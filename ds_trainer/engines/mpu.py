@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from ds_trainer.errors import EngineError
 from ds_trainer.distributed.process_groups import Mesh
-from ds_trainer.tensor_parallel.split import ModelSplit
+from ds_trainer.parallel.model_split import ModelSplit
 
 
 class ModelParallelUnit:

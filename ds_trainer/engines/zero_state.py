@@ -13,7 +13,7 @@ from ds_trainer.engines.state import MASTER, StateTensor, entry, live
 from ds_trainer.engines.zero3_load import partition_bounds
 from ds_trainer.layout import ParameterSlice
 from ds_trainer.models.weight_source import WeightSource
-from ds_trainer.tensor_parallel.split import ModelSplit
+from ds_trainer.parallel.model_split import ModelSplit
 
 
 def owned_slices(

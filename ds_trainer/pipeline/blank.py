@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ds_trainer.pipeline.passage import Passage
-from ds_trainer.tensor_parallel.derive import stock_class
+from ds_trainer.parallel.patching import stock_class
 from ds_trainer.tensor_parallel.positions import mapped
 
 

@@ -17,7 +17,7 @@ from ds_trainer.models.hf import is_causal_lm
 from ds_trainer.pipeline.observe import refusal
 from ds_trainer.pipeline.proof import proven
 from ds_trainer.pipeline.stages import Ranges, StagedModel, cut_stages
-from ds_trainer.tensor_parallel.derive import stock_class
+from ds_trainer.parallel.patching import stock_class
 
 
 def cut_model(

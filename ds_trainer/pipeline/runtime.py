@@ -15,7 +15,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from ds_trainer.pipeline.formats import Formats
 from ds_trainer.pipeline.messages import Operation, Receive, Send, with_messages
 from ds_trainer.planning.pp_schedules import Action, Kind, Schedule
-from ds_trainer.pipeline.split_backward import WeightGradients, weights_later
+from ds_trainer.parallel.deferred_weight_grads import WeightGradients, weights_later
 from ds_trainer.pipeline.transport import Transport
 
 Forward = Callable[[int, int, torch.Tensor | None], torch.Tensor]

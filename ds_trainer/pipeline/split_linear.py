@@ -14,8 +14,8 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from transformers.pytorch_utils import Conv1D
 
-from ds_trainer.pipeline.split_backward import gradient_of
-from ds_trainer.tensor_parallel.derive import derive
+from ds_trainer.parallel.deferred_weight_grads import gradient_of
+from ds_trainer.parallel.patching import derive
 from ds_trainer.tensor_parallel.linear import RowParallelLinear
 
 

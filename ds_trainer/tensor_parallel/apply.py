@@ -20,7 +20,7 @@ from ds_trainer.tensor_parallel.linear import ColumnParallelLinear
 from ds_trainer.tensor_parallel.own_plan import check_own_plan, check_tied, tell_misfits_of_first_forward
 from ds_trainer.planning.tp_plan import TensorPlan, generic, plan_for
 from ds_trainer.tensor_parallel.sequence import cut_sequences
-from ds_trainer.tensor_parallel.split import ModelSplit
+from ds_trainer.parallel.model_split import ModelSplit
 from ds_trainer.tensor_parallel.splitter import Splitter
 from ds_trainer.tensor_parallel.styles import STYLES, embedding_rowwise
 

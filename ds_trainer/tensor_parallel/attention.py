@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ds_trainer.layout import Cut
-from ds_trainer.tensor_parallel.derive import derive
+from ds_trainer.parallel.patching import derive
 from ds_trainer.planning.tp_divisibility import Unit
 
 _HEADS = ("num_heads", "num_attention_heads", "num_attn_heads", "n_heads", "n_head")

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from ds_trainer.pipeline.split_backward import gradient_of, weights_are_put_off
+from ds_trainer.parallel.deferred_weight_grads import gradient_of, weights_are_put_off
 from ds_trainer.tensor_parallel.collectives import Started, start_all_gather, start_all_reduce, start_reduce_scatter
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ds_trainer.tensor_parallel.derive import derive
+from ds_trainer.parallel.patching import derive
 from ds_trainer.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 
 

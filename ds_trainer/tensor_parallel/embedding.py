@@ -16,7 +16,7 @@ from torch import nn
 
 from ds_trainer.layout import Cut
 from ds_trainer.tensor_parallel.collectives import reduce_from_group
-from ds_trainer.tensor_parallel.derive import derive
+from ds_trainer.parallel.patching import derive
 
 
 class VocabParallelEmbedding:

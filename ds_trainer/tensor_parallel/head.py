@@ -22,7 +22,7 @@ from ds_trainer.loss import CrossEntropy
 from ds_trainer.distributed.process_groups import Mesh
 from ds_trainer.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy_sum
 from ds_trainer.tensor_parallel.linear import ColumnParallelLinear
-from ds_trainer.tensor_parallel.split import ModelSplit
+from ds_trainer.parallel.model_split import ModelSplit
 
 
 class VocabParallelCrossEntropy(CrossEntropy):

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ds_trainer.tensor_parallel.collectives import sum_gradient
-from ds_trainer.tensor_parallel.derive import derive
+from ds_trainer.parallel.patching import derive
 
 
 @contextmanager

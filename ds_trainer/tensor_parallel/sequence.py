@@ -27,7 +27,7 @@ from torch import nn
 from ds_trainer.errors import ModelError
 from ds_trainer.models.blocks import has_parameters, stacks, with_hidden_states
 from ds_trainer.tensor_parallel.collectives import scatter_sequence
-from ds_trainer.tensor_parallel.derive import derive
+from ds_trainer.parallel.patching import derive
 from ds_trainer.tensor_parallel.dropout import draw_seed
 from ds_trainer.tensor_parallel.linear import ColumnParallelLinear, ParallelLinear, RowParallelLinear
 from ds_trainer.tensor_parallel.partial import PartialGradients, summed_gradients

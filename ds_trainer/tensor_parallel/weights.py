@@ -7,7 +7,7 @@ from math import prod
 import torch
 
 from ds_trainer.models.weight_source import WeightSource
-from ds_trainer.tensor_parallel.split import ModelSplit
+from ds_trainer.parallel.model_split import ModelSplit
 
 
 class LocalWeights(WeightSource):

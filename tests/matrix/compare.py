@@ -25,7 +25,7 @@ from ds_trainer.models.weight_source import ModuleWeights
 from ds_trainer.tensor_parallel.apply import split_model
 from ds_trainer.tensor_parallel.head import make_cross_entropy
 from ds_trainer.planning.tp_plan import TensorPlan, plan_for
-from ds_trainer.tensor_parallel.split import ModelSplit
+from ds_trainer.parallel.model_split import ModelSplit
 from ds_trainer.tensor_parallel.weights import LocalWeights
 
 TOLERANCE = 1e-4

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ds_trainer.pipeline.split_backward import weights_later
+from ds_trainer.parallel.deferred_weight_grads import weights_later
 from ds_trainer.pipeline.split_linear import put_off_weight_gradients
 from ds_trainer.tensor_parallel.collectives import scatter_sequence
 from tests.helpers.threads import Communication

@@ -16,7 +16,7 @@ from ds_trainer.models.hf import build_skeleton
 from ds_trainer.models.resize import fit_embeddings
 from ds_trainer.models.weight_source import ModuleWeights
 from ds_trainer.models.weights import CheckpointWeights
-from ds_trainer.tensor_parallel.split import ModelSplit
+from ds_trainer.parallel.model_split import ModelSplit
 from ds_trainer.tensor_parallel.weights import LocalWeights
 from ds_trainer.trainer import Trainer
 from tests.helpers.checkpoints import make_checkpoint, make_model

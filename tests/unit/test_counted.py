@@ -9,7 +9,7 @@ from ds_trainer.engines.measure import tensor_ranks
 from ds_trainer.engines.mpu import counts_in_norm
 from ds_trainer.errors import EngineError
 from ds_trainer.layout import Cut
-from ds_trainer.tensor_parallel.split import ModelSplit
+from ds_trainer.parallel.model_split import ModelSplit
 
 # Query heads 0-3 of width 2 and their only KV head, packed in 10 rows: each of 2 ranks has two query heads, both have
 # the KV head.

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
-from ds_trainer.pipeline.split_backward import weights_later
+from ds_trainer.parallel.deferred_weight_grads import weights_later
 from ds_trainer.pipeline.split_linear import put_off_weight_gradients
 
 HIDDEN = 6

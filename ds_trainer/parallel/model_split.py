@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ds_trainer.layout import Cut, ParameterSlice
-from ds_trainer.pipeline.parameters import StageParameters
+from ds_trainer.parallel.tied_parameters import StageParameters
 
 T = TypeVar("T")
 
