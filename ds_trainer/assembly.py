@@ -76,10 +76,10 @@ from ds_trainer.pipeline.split_linear import put_off_weight_gradients
 from ds_trainer.pipeline.stages import StagedModel
 from ds_trainer.saving.best_metric import require_evaluations
 from ds_trainer.saving.resume import check_layout, check_model, check_run, check_world, find_checkpoint
-from ds_trainer.tensor_parallel.apply import split_model
-from ds_trainer.tensor_parallel.head import make_cross_entropy
+from ds_trainer.parallel.tensor.parallelize import split_model
+from ds_trainer.parallel.tensor.vocab_parallel_head import make_cross_entropy
 from ds_trainer.parallel.model_split import ModelSplit
-from ds_trainer.tensor_parallel.weights import LocalWeights
+from ds_trainer.parallel.tensor.local_weights import LocalWeights
 
 
 @dataclass(frozen=True)

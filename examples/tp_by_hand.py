@@ -16,9 +16,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_trainer.layout import Cut
-from ds_trainer.tensor_parallel.collectives import gather_sequence, scatter_sequence
-from ds_trainer.tensor_parallel.column_group import ColumnGroup
-from ds_trainer.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+from ds_trainer.parallel.tensor.collectives import gather_sequence, scatter_sequence
+from ds_trainer.parallel.tensor.column_group import ColumnGroup
+from ds_trainer.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
 
 BATCH, TOKENS, HIDDEN, WIDTH, HEAD = 2, 10, 64, 256, 8
 TOLERANCE = 1e-5

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from ds_trainer.config.schema import FSDPConfig
 from ds_trainer.errors import ConfigError
-from ds_trainer.tensor_parallel.linear import ColumnParallelLinear
+from ds_trainer.parallel.tensor.linear import ColumnParallelLinear
 
 _LARGE = 10**8
 _GROUPS = 8

@@ -12,7 +12,7 @@ from torch import nn
 
 from ds_trainer.config.schema import ModelConfig
 from ds_trainer.models.blocks import blocks
-from ds_trainer.tensor_parallel.linear import ColumnParallelLinear
+from ds_trainer.parallel.tensor.linear import ColumnParallelLinear
 
 
 def gather_together(model: nn.Module, config: ModelConfig) -> None:

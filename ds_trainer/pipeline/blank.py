@@ -11,7 +11,7 @@ from torch import nn
 
 from ds_trainer.pipeline.passage import Passage
 from ds_trainer.parallel.patching import stock_class
-from ds_trainer.tensor_parallel.positions import mapped
+from ds_trainer.parallel.tensor.sequence_shard import mapped
 
 
 class Blank(nn.Module):

@@ -20,7 +20,7 @@ from ds_trainer.models.blocks import gradients_beside, hidden_states, with_hidde
 from ds_trainer.pipeline.blank import without_values
 from ds_trainer.pipeline.observe import carries_more
 from ds_trainer.pipeline.passage import Passage, StageDone
-from ds_trainer.tensor_parallel.sequence import stack_of
+from ds_trainer.parallel.tensor.sequence import stack_of
 
 
 class StageLayers(nn.ModuleList):

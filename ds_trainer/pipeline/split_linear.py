@@ -16,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ds_trainer.parallel.deferred_weight_grads import gradient_of
 from ds_trainer.parallel.patching import derive
-from ds_trainer.tensor_parallel.linear import RowParallelLinear
+from ds_trainer.parallel.tensor.linear import RowParallelLinear
 
 
 def put_off_weight_gradients(model: nn.Module) -> None:

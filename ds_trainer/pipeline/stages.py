@@ -25,7 +25,7 @@ from ds_trainer.pipeline.layers import StageLayers
 from ds_trainer.pipeline.observe import Observation, refusal
 from ds_trainer.pipeline.passage import Passage, Running, StageDone
 from ds_trainer.parallel.patching import derive
-from ds_trainer.tensor_parallel.sequence import stack_of
+from ds_trainer.parallel.tensor.sequence import stack_of
 
 Ranges = Sequence[tuple[int, int]]
 

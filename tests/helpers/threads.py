@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.testing._internal.distributed import multi_threaded_pg as threaded
 
-from ds_trainer.tensor_parallel import collectives
+from ds_trainer.parallel.tensor import collectives
 
 TIMEOUT_S = 60.0
 

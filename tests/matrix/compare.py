@@ -22,11 +22,11 @@ from ds_trainer.distributed.process_groups import Mesh, init_mesh
 from ds_trainer.models.scaled_down import VOCAB, causal_lm, scaled_down
 from ds_trainer.models.skeleton import skeleton
 from ds_trainer.models.weight_source import ModuleWeights
-from ds_trainer.tensor_parallel.apply import split_model
-from ds_trainer.tensor_parallel.head import make_cross_entropy
+from ds_trainer.parallel.tensor.parallelize import split_model
+from ds_trainer.parallel.tensor.vocab_parallel_head import make_cross_entropy
 from ds_trainer.planning.tp_plan import TensorPlan, plan_for
 from ds_trainer.parallel.model_split import ModelSplit
-from ds_trainer.tensor_parallel.weights import LocalWeights
+from ds_trainer.parallel.tensor.local_weights import LocalWeights
 
 TOLERANCE = 1e-4
 """Of each gradient's largest element, and of the loss: fp32, sums in another order, of which some all but cancel out.

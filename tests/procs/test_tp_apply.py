@@ -15,9 +15,9 @@ from transformers import GPT2Config, GPT2LMHeadModel, Qwen3Config, Qwen3ForCausa
 from ds_trainer.config.schema import ParallelConfig
 from ds_trainer.errors import ModelError
 from ds_trainer.launch.rank_grid import Grid
-from ds_trainer.tensor_parallel.apply import split_model
+from ds_trainer.parallel.tensor.parallelize import split_model
 from ds_trainer.planning.tp_plan import STYLE_NAMES
-from ds_trainer.tensor_parallel.styles import STYLES
+from ds_trainer.parallel.tensor.styles import STYLES
 from tests.helpers.tensor_parallel import from_all_ranks, split_copy
 from tests.helpers.threads import Communication
 from tests.helpers.tiny import tiny_llama

@@ -256,7 +256,7 @@ class OneOf:
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_told_from_headers_is_what_the_split_makes(tmp_path, kind):
     from ds_trainer.models.scaled_down import causal_lm, scaled_down
-    from ds_trainer.tensor_parallel.apply import split_model
+    from ds_trainer.parallel.tensor.parallelize import split_model
 
     cls, config_class = causal_lm(kind)
     cls(scaled_down(config_class)[0]).save_pretrained(tmp_path)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ds_trainer.tensor_parallel import collectives as c
+from ds_trainer.parallel.tensor import collectives as c
 from tests.helpers.threads import Communication, on_threads
 
 B, T, H = 2, 5, 3

@@ -11,10 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from ds_trainer.layout import Cut
-from ds_trainer.tensor_parallel import collectives
-from ds_trainer.tensor_parallel.collectives import gather_sequence, scatter_sequence
-from ds_trainer.tensor_parallel.column_group import ColumnGroup
-from ds_trainer.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+from ds_trainer.parallel.tensor import collectives
+from ds_trainer.parallel.tensor.collectives import gather_sequence, scatter_sequence
+from ds_trainer.parallel.tensor.column_group import ColumnGroup
+from ds_trainer.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from tests.helpers.threads import Communication, fill, local_part, on_threads
 
 B, T, H, F_, HEADS = 2, 6, 12, 24, 12
@@ -231,7 +231,7 @@ def overlap_on_rank(group, kind, x, sequence_parallel):
     with pytest.MonkeyPatch.context() as patch:
         for function, name in names.items():
             patch.setattr(
-                f"ds_trainer.tensor_parallel.columns.{function}", watched(getattr(collectives, function), name)
+                f"ds_trainer.parallel.tensor.columns.{function}", watched(getattr(collectives, function), name)
             )
         with order:
             sum(output.sum() for output in outputs).backward()

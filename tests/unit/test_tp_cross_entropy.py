@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ds_trainer.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy_sum
+from ds_trainer.parallel.tensor.cross_entropy import vocab_parallel_cross_entropy_sum
 from tests.helpers.threads import Communication, on_threads
 
 B, T = 2, 7

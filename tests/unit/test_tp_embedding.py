@@ -6,7 +6,7 @@ from torch import nn
 from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbedding
 
 from ds_trainer.layout import Cut
-from ds_trainer.tensor_parallel.embedding import make_vocab_parallel
+from ds_trainer.parallel.tensor.embedding import make_vocab_parallel
 from tests.helpers.threads import Communication, fill, local_part, on_threads
 
 H = 6

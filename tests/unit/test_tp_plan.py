@@ -58,7 +58,7 @@ def test_a_type_without_a_plan_has_one_only_if_it_is_given():
 
 
 def test_every_shipped_plan_uses_known_styles_and_each_style_has_its_act():
-    from ds_trainer.tensor_parallel.styles import STYLES
+    from ds_trainer.parallel.tensor.styles import STYLES
 
     shipped = {style for family in families().values() for style in family.tp_plan.values()}
     assert shipped <= set(STYLE_NAMES) == set(STYLES)

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from ds_trainer.tensor_parallel.columns import columns
+from ds_trainer.parallel.tensor.columns import columns
 
 if TYPE_CHECKING:
-    from ds_trainer.tensor_parallel.linear import ColumnParallelLinear
+    from ds_trainer.parallel.tensor.linear import ColumnParallelLinear
 
 
 class ColumnGroup:

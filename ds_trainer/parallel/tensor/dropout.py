@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ds_trainer.parallel.patching import derive
-from ds_trainer.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+from ds_trainer.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
 
 
 def has_dropout(model: nn.Module) -> bool:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ds_trainer.layout import Cut
-from ds_trainer.tensor_parallel.collectives import start_all_reduce
+from ds_trainer.parallel.tensor.collectives import start_all_reduce
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from ds_trainer.parallel.deferred_weight_grads import gradient_of, weights_are_put_off
-from ds_trainer.tensor_parallel.collectives import Started, start_all_gather, start_all_reduce, start_reduce_scatter
+from ds_trainer.parallel.tensor.collectives import Started, start_all_gather, start_all_reduce, start_reduce_scatter
 
 if TYPE_CHECKING:
-    from ds_trainer.tensor_parallel.linear import ColumnParallelLinear
+    from ds_trainer.parallel.tensor.linear import ColumnParallelLinear
 
 
 def columns(

@@ -10,14 +10,14 @@ from transformers.pytorch_utils import Conv1D
 
 from ds_trainer.errors import ModelError
 from ds_trainer.layout import Cut
-from ds_trainer.tensor_parallel.attention import column_cut, heads_of, qkv_cut
-from ds_trainer.tensor_parallel.embedding import make_vocab_parallel
-from ds_trainer.tensor_parallel.experts import EXPERT_STYLES
-from ds_trainer.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, column_bias_cut
-from ds_trainer.tensor_parallel.partial import sum_partial_gradients
+from ds_trainer.parallel.tensor.attention import column_cut, heads_of, qkv_cut
+from ds_trainer.parallel.tensor.embedding import make_vocab_parallel
+from ds_trainer.parallel.tensor.experts import EXPERT_STYLES
+from ds_trainer.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear, column_bias_cut
+from ds_trainer.parallel.tensor.grad_allreduce import sum_partial_gradients
 from ds_trainer.planning.tp_plan import generic
 from ds_trainer.planning.tp_divisibility import Unit
-from ds_trainer.tensor_parallel.splitter import Splitter
+from ds_trainer.parallel.tensor.splitter import Splitter
 
 Style = Callable[[Splitter, str, nn.Module | nn.Parameter], None]
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ds_trainer.tensor_parallel.collectives import gather_sequence, scatter_sequence, sum_gradient
-from ds_trainer.tensor_parallel.dropout import seeded
+from ds_trainer.parallel.tensor.collectives import gather_sequence, scatter_sequence, sum_gradient
+from ds_trainer.parallel.tensor.dropout import seeded
 
 
 class Positions:

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from ds_trainer.tensor_parallel.linear import ParallelLinear, RowParallelLinear
-from ds_trainer.tensor_parallel.splitter import Splitter
+from ds_trainer.parallel.tensor.linear import ParallelLinear, RowParallelLinear
+from ds_trainer.parallel.tensor.splitter import Splitter
 
 _POINTWISE = ("torch.nn.modules.activation", "torch.nn.modules.dropout", "transformers.activations")
 

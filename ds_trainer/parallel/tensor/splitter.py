@@ -11,7 +11,7 @@ from torch import nn
 
 from ds_trainer.errors import ModelError
 from ds_trainer.layout import Cut
-from ds_trainer.tensor_parallel.attention import Heads, localize
+from ds_trainer.parallel.tensor.attention import Heads, localize
 from ds_trainer.planning.tp_divisibility import Unit, refusal
 
 

@@ -15,15 +15,15 @@ import torch.nn.functional as F
 from torch import nn
 
 from ds_trainer.layout import Cut
-from ds_trainer.tensor_parallel.collectives import (
+from ds_trainer.parallel.tensor.collectives import (
     gather_last_dim,
     reduce_from_group,
     reduce_scatter_sequence,
     scatter_last_dim,
     sum_gradient,
 )
-from ds_trainer.tensor_parallel.column_group import ColumnGroup
-from ds_trainer.tensor_parallel.copies import Copies
+from ds_trainer.parallel.tensor.column_group import ColumnGroup
+from ds_trainer.parallel.tensor.replicated_shards import Copies
 
 
 def column_bias_cut(cut: Cut) -> Cut:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from ds_trainer.tensor_parallel.collectives import all_reduced
+from ds_trainer.parallel.tensor.collectives import all_reduced
 
 IGNORE_INDEX = -100
 
