@@ -68,12 +68,12 @@ from ds_trainer.planning.checkpoint_spec import ModelSpec, read_spec
 from ds_trainer.optim import hand_over, make_optimizer
 from ds_trainer.output import claimed
 from ds_trainer.planning.pp_costs import FACTS, ModelParts, Ranges
-from ds_trainer.pipeline.cut import cut_model
-from ds_trainer.pipeline.observe import refusal
+from ds_trainer.parallel.pipeline.cut import cut_model
+from ds_trainer.parallel.pipeline.trace_model import refusal
 from ds_trainer.parallel.tied_parameters import StageParameters
 from ds_trainer.planning.pp_schedules import splits_backward, stages_of
-from ds_trainer.pipeline.split_linear import put_off_weight_gradients
-from ds_trainer.pipeline.stages import StagedModel
+from ds_trainer.parallel.pipeline.deferred_linear import put_off_weight_gradients
+from ds_trainer.parallel.pipeline.stages import StagedModel
 from ds_trainer.saving.best_metric import require_evaluations
 from ds_trainer.saving.resume import check_layout, check_model, check_run, check_world, find_checkpoint
 from ds_trainer.parallel.tensor.parallelize import split_model

@@ -17,9 +17,9 @@ from ds_trainer.errors import DataError
 from ds_trainer.executors.base import Evaluated, evaluated, to_device, unless_not_finite
 from ds_trainer.loss import IGNORE_INDEX, Batch, LossFunction
 from ds_trainer.distributed.process_groups import Mesh
-from ds_trainer.pipeline.runtime import PipelineRuntime
+from ds_trainer.parallel.pipeline.runtime import PipelineRuntime
 from ds_trainer.planning.pp_schedules import Schedule, forward_only, make_schedule, next_accepted
-from ds_trainer.pipeline.stages import StagedModel
+from ds_trainer.parallel.pipeline.stages import StagedModel
 
 
 class PipelineExecutor:

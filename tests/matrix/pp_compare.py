@@ -21,8 +21,8 @@ from ds_trainer.errors import ModelError
 from ds_trainer.log import get_logger
 from ds_trainer.loss import IGNORE_INDEX, shifted_labels
 from ds_trainer.models.scaled_down import VOCAB, causal_lm, scaled_down
-from ds_trainer.pipeline.cut import StagedModel, cut_model
-from ds_trainer.pipeline.proof import proven
+from ds_trainer.parallel.pipeline.cut import StagedModel, cut_model
+from ds_trainer.parallel.pipeline.verify_cut import proven
 from tests.matrix.compare import Outcome, differences, randomise, worst
 
 Batch = dict[str, torch.Tensor]

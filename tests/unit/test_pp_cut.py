@@ -29,8 +29,8 @@ from transformers import (
 from ds_trainer.errors import ModelError
 from ds_trainer.loss import CrossEntropy, shifted_labels
 from ds_trainer.models.chunked_head import chunk_head
-from ds_trainer.pipeline.cut import cut_model
-from ds_trainer.pipeline.layers import StageLayers
+from ds_trainer.parallel.pipeline.cut import cut_model
+from ds_trainer.parallel.pipeline.stage_layers import StageLayers
 from tests.helpers.tiny import tiny_llama
 
 VOCAB, LAYERS = 65, 4

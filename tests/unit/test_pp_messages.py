@@ -5,7 +5,7 @@ from functools import cache
 
 import pytest
 
-from ds_trainer.pipeline.messages import Message, Receive, Send, with_messages
+from ds_trainer.parallel.pipeline.messages import Message, Receive, Send, with_messages
 from ds_trainer.planning.pp_schedules import (
     NAMES,
     Action,

@@ -146,7 +146,7 @@ def test_reading_a_spec_loads_neither_torch_nor_transformers():
 
 
 def test_the_shipped_table_is_what_the_installed_transformers_says():
-    from ds_trainer.models.make_families import family
+    from ds_trainer.parallel.pipeline.make_families import family
 
     told = {name: family(name) for name in families()}
     assert told == {name: {key: vars(row)[key] for key in told[name]} for name, row in families().items()}, REMAKE
@@ -154,6 +154,6 @@ def test_the_shipped_table_is_what_the_installed_transformers_says():
 
 @pytest.mark.slow
 def test_the_shipped_table_is_what_small_models_show():
-    from ds_trainer.models.make_families import make_families
+    from ds_trainer.parallel.pipeline.make_families import make_families
 
     assert {name: vars(row) for name, row in families().items()} == make_families(), REMAKE

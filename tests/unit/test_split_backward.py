@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
 from ds_trainer.parallel.deferred_weight_grads import weights_later
-from ds_trainer.pipeline.split_linear import put_off_weight_gradients
+from ds_trainer.parallel.pipeline.deferred_linear import put_off_weight_gradients
 
 HIDDEN = 6
 

@@ -14,9 +14,9 @@ from transformers import PreTrainedModel
 
 from ds_trainer.errors import ModelError
 from ds_trainer.models.hf import is_causal_lm
-from ds_trainer.pipeline.observe import refusal
-from ds_trainer.pipeline.proof import proven
-from ds_trainer.pipeline.stages import Ranges, StagedModel, cut_stages
+from ds_trainer.parallel.pipeline.trace_model import refusal
+from ds_trainer.parallel.pipeline.verify_cut import proven
+from ds_trainer.parallel.pipeline.stages import Ranges, StagedModel, cut_stages
 from ds_trainer.parallel.patching import stock_class
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from ds_trainer.pipeline.messages import Receive, Send
+from ds_trainer.parallel.pipeline.messages import Receive, Send
 
 _UNANSWERED = 2
 """Messages under way to a rank that sends none back: one to arrive while the other is read."""

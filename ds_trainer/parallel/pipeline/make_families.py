@@ -1,4 +1,4 @@
-"""Writes `families.json` from the installed transformers: `python -m ds_trainer.models.make_families`."""
+"""Writes `families.json` from the installed transformers: `python -m ds_trainer.parallel.pipeline.make_families`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ds_trainer.errors import ModelError
 from ds_trainer.models.extra_tp_plans import OWN_PLANS
 from ds_trainer.models.scaled_down import causal_lm, scaled_down
 from ds_trainer.planning.checkpoint_spec import CONFIG_KEYS
-from ds_trainer.pipeline.proof import proven
+from ds_trainer.parallel.pipeline.verify_cut import proven
 
 TARGET = Path(__file__).with_name("families.json")
 

@@ -20,10 +20,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ds_trainer.models.blocks import has_parameters
-from ds_trainer.pipeline.blank import Blank
-from ds_trainer.pipeline.layers import StageLayers
-from ds_trainer.pipeline.observe import Observation, refusal
-from ds_trainer.pipeline.passage import Passage, Running, StageDone
+from ds_trainer.parallel.pipeline.placeholder import Blank
+from ds_trainer.parallel.pipeline.stage_layers import StageLayers
+from ds_trainer.parallel.pipeline.trace_model import Observation, refusal
+from ds_trainer.parallel.pipeline.stage_context import Passage, Running, StageDone
 from ds_trainer.parallel.patching import derive
 from ds_trainer.parallel.tensor.sequence import stack_of
 
@@ -66,7 +66,7 @@ class StagedModel:
 def cut_stages(
     model: PreTrainedModel, seen: Observation, ranges: Ranges, own: Sequence[int], owner_of: Callable[[int], int]
 ) -> StagedModel:
-    """Cuts a model of a class that has been observed; see `ds_trainer.pipeline.cut.cut_model`."""
+    """Cuts a model of a class that has been observed; see `ds_trainer.parallel.pipeline.cut.cut_model`."""
     layers: Any = model.get_submodule(seen.plan.layers)
     units = _units(model, seen, ranges)
     staged = _staged(model, units, own, owner_of)

@@ -1,1 +1,0 @@
-"""Pipeline parallelism: stages cut from a model, schedules of their passes, and what runs them."""
