@@ -19,7 +19,7 @@ from ds_trainer.checkpoint.rng import set_rng_state
 from ds_trainer.checkpoint.room import require_room
 from ds_trainer.checkpoint.store import STATE, Checkpoint, RankState
 from ds_trainer.checkpoint.trial import trial_save
-from ds_trainer.engines.replicas import check_replicas
+from ds_trainer.engines.replica_check import check_replicas
 from ds_trainer.errors import ConfigError, DsTrainerError, UserError, tell
 from ds_trainer.executors.step import StepLoss, run_step
 from ds_trainer.ingredients import ConfigSource, Ingredients, loaded_config

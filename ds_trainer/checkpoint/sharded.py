@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWr
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from ds_trainer.engines.state import State, StateTensor
+from ds_trainer.engines.state_handles import State, StateTensor
 from ds_trainer.layout import ParameterSlice
 
 INDEX = "index.json"

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from ds_trainer.config.resolved import ResolvedConfig
-from ds_trainer.engines.state import State
+from ds_trainer.engines.state_handles import State
 from ds_trainer.errors import ConfigError
 from ds_trainer.layout import ParameterSlice
 from ds_trainer.distributed.process_groups import Mesh

@@ -31,7 +31,7 @@ from ds_trainer.engines.base import EngineFacts, OptimizerFactory, StepOutcome
 from ds_trainer.engines.clip import clip_by_norm, global_norm, norm_over_group
 from ds_trainer.engines.copied_gradients import CopiedGradients
 from ds_trainer.engines.dtypes import DTYPE_NAMES, TORCH_DTYPES
-from ds_trainer.engines.measure import (
+from ds_trainer.engines.introspect import (
     content_hash,
     devices,
     grouped_parameters,
@@ -42,8 +42,8 @@ from ds_trainer.engines.measure import (
 )
 from ds_trainer.engines.mpu import ModelParallelUnit, counts_in_norm
 from ds_trainer.engines.nvme_gradients import check_gradient_offsets
-from ds_trainer.engines.reduce import fill_where_others_have
-from ds_trainer.engines.state import State
+from ds_trainer.engines.grad_sync import fill_where_others_have
+from ds_trainer.engines.state_handles import State
 from ds_trainer.engines.zero3_gather import gather_together
 from ds_trainer.engines.zero3_load import load_partitioned
 from ds_trainer.engines.zero_state import catch_up_cpu_adam, load_wide_masters, owned_slices, state_handles

@@ -22,7 +22,7 @@ from ds_trainer.engines.clip import norm_over_group
 from ds_trainer.engines.dtypes import DTYPE_NAMES, TORCH_DTYPES
 from ds_trainer.engines.fsdp2_load import first_row, load_sharded, shard_range
 from ds_trainer.engines.fsdp2_wrap import ends, groups
-from ds_trainer.engines.measure import (
+from ds_trainer.engines.introspect import (
     content_hash,
     devices,
     grouped_parameters,
@@ -32,8 +32,8 @@ from ds_trainer.engines.measure import (
     storage_bytes,
     tensor_ranks,
 )
-from ds_trainer.engines.state import MASTER, State, entry, live
-from ds_trainer.engines.step import clipped_step
+from ds_trainer.engines.state_handles import MASTER, State, entry, live
+from ds_trainer.engines.clipped_step import clipped_step
 from ds_trainer.layout import ParameterSlice
 from ds_trainer.distributed.device_mesh import device_mesh
 from ds_trainer.distributed.process_groups import Mesh

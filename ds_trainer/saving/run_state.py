@@ -17,7 +17,7 @@ from ds_trainer.checkpoint.sharded import part_of, shards
 from ds_trainer.checkpoint.store import Checkpoint, RankState, SharedState, save
 from ds_trainer.checkpoint.stored import StoredState
 from ds_trainer.engines.base import Engine
-from ds_trainer.engines.state import MASTER
+from ds_trainer.engines.state_handles import MASTER
 from ds_trainer.errors import CheckpointError
 from ds_trainer.log import rank
 from ds_trainer.distributed.consensus import agreed

@@ -7,7 +7,7 @@ from contextlib import contextmanager, nullcontext
 import torch
 
 from ds_trainer.engines.base import EngineFacts, StepOutcome
-from ds_trainer.engines.state import MASTER, live
+from ds_trainer.engines.state_handles import MASTER, live
 from ds_trainer.layout import ParameterSlice
 
 

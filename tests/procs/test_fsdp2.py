@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ds_trainer.callbacks.base import Callback
-from ds_trainer.engines.measure import local_part
+from ds_trainer.engines.introspect import local_part
 from ds_trainer.errors import ConfigError, EngineError
 from tests.helpers.failing import due, run_ranks
 from tests.helpers.runs import D8, largest_difference, make_trainer, weights

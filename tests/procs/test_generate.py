@@ -14,7 +14,7 @@ from transformers import GenerationConfig, LlamaForSequenceClassification
 
 from ds_trainer.callbacks.base import Callback
 from ds_trainer.data.prompts import encode_prompt
-from ds_trainer.engines.measure import storage_bytes
+from ds_trainer.engines.introspect import storage_bytes
 from ds_trainer.errors import ConfigError, DataError
 from ds_trainer.generation import Decoding, generate
 from ds_trainer.launch.signals import EXIT_CODE

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ds_trainer.engines.measure import local_part
+from ds_trainer.engines.introspect import local_part
 from tests.helpers.parity import STEPS, Recorder, cell_config, collate, compare_weights, rows, write_reference
 from tests.helpers.world import RankFailed
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ds_trainer.engines.measure import content_hash
+from ds_trainer.engines.introspect import content_hash
 from ds_trainer.planning.pp_schedules import default_virtual_stages, make_schedule, next_accepted
 from ds_trainer.planning.pp_timeline import simulate
 from tests.helpers import parity

@@ -12,7 +12,7 @@ import torch
 
 from ds_trainer.engines.ddp import DDPEngine
 from ds_trainer.engines.fsdp2 import fsdp_modules
-from ds_trainer.engines.replicas import check_replicas
+from ds_trainer.engines.replica_check import check_replicas
 from ds_trainer.errors import EngineError
 from ds_trainer.log import get_logger
 from tests.helpers.runs import D8, largest_difference, make_trainer, weights

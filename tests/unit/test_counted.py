@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ds_trainer.engines.measure import tensor_ranks
+from ds_trainer.engines.introspect import tensor_ranks
 from ds_trainer.engines.mpu import counts_in_norm
 from ds_trainer.errors import EngineError
 from ds_trainer.layout import Cut

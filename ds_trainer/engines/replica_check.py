@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from ds_trainer.engines.base import Engine
-from ds_trainer.engines.measure import content_hash
-from ds_trainer.engines.state import MASTER
+from ds_trainer.engines.introspect import content_hash
+from ds_trainer.engines.state_handles import MASTER
 from ds_trainer.errors import EngineError
 from ds_trainer.layout import ParameterSlice
 from ds_trainer.distributed.consensus import agreed

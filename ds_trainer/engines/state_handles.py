@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ds_trainer.engines.measure import local_part
+from ds_trainer.engines.introspect import local_part
 from ds_trainer.errors import EngineError
 
 MASTER = "master"
