@@ -11,7 +11,7 @@ from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKw
 from torch.nn.parallel import DistributedDataParallel
 
 from ds_trainer.config.accelerate.arguments import accelerate_arguments
-from ds_trainer.engines.accelerator import check_prepared, make_accelerator, told_by_json
+from ds_trainer.engines.accelerate.accelerator import check_prepared, make_accelerator, told_by_json
 from ds_trainer.engines.ddp import DDPEngine
 from ds_trainer.engines.dtypes import TORCH_DTYPES
 

@@ -20,14 +20,14 @@ def make_accelerate_engine(resolved: ResolvedConfig, mesh: Mesh) -> Engine:
     """
     match resolved.config.accelerate.backend:
         case "deepspeed":
-            from ds_trainer.engines.accelerate_deepspeed import AccelerateDeepSpeedEngine
+            from ds_trainer.engines.accelerate.deepspeed import AccelerateDeepSpeedEngine
 
             return AccelerateDeepSpeedEngine(resolved, mesh)
         case "fsdp2":
-            from ds_trainer.engines.accelerate_fsdp2 import AccelerateFSDP2Engine
+            from ds_trainer.engines.accelerate.fsdp2 import AccelerateFSDP2Engine
 
             return AccelerateFSDP2Engine(resolved, mesh)
         case "ddp":
-            from ds_trainer.engines.accelerate_ddp import AccelerateDDPEngine
+            from ds_trainer.engines.accelerate.ddp import AccelerateDDPEngine
 
             return AccelerateDDPEngine(resolved, mesh)
