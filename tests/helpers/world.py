@@ -26,7 +26,7 @@ PRELOAD = [
     "transformers.models.llama.modeling_llama",
     "datasets",
     "ds_trainer.engines.ddp",
-    "ds_trainer.engines.deepspeed",
+    "ds_trainer.engines.deepspeed.engine",
     "ds_trainer.engines.fsdp2",
     "ds_trainer.trainer",
     "pytest",

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ds_trainer.engines.ddp import DDPEngine
-from ds_trainer.engines.deepspeed import DeepSpeedEngine
+from ds_trainer.engines.deepspeed.engine import DeepSpeedEngine
 from ds_trainer.errors import DataError, EngineError
 from tests.helpers.runs import D8, make_trainer
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ds_trainer.engines.introspect import tensor_ranks
-from ds_trainer.engines.mpu import counts_in_norm
+from ds_trainer.engines.deepspeed.mpu import counts_in_norm
 from ds_trainer.errors import EngineError
 from ds_trainer.layout import Cut
 from ds_trainer.parallel.model_split import ModelSplit

@@ -1,0 +1,1 @@
+"""The DeepSpeed engine, ZeRO 0 to 3."""
