@@ -27,7 +27,7 @@ PRELOAD = [
     "datasets",
     "ds_trainer.engines.ddp",
     "ds_trainer.engines.deepspeed.engine",
-    "ds_trainer.engines.fsdp2",
+    "ds_trainer.engines.fsdp2.engine",
     "ds_trainer.trainer",
     "pytest",
     "tests.helpers.parity",

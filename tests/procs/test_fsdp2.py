@@ -194,7 +194,7 @@ def test_copies_that_differ_are_refused_before_the_first_step(world, tmp_path):
 
 
 def start_apart(out):
-    from ds_trainer.engines.fsdp2 import FSDP2Engine
+    from ds_trainer.engines.fsdp2.engine import FSDP2Engine
 
     load = FSDP2Engine.load
 
@@ -215,7 +215,7 @@ def test_a_group_that_was_set_up_otherwise_than_asked_is_an_error(world, tmp_pat
 
 
 def keep_what_should_be_freed(out):
-    from ds_trainer.engines.fsdp2 import FSDP2Engine
+    from ds_trainer.engines.fsdp2.engine import FSDP2Engine
 
     load = FSDP2Engine.load
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ds_trainer.engines.ddp import DDPEngine
-from ds_trainer.engines.fsdp2 import fsdp_modules
+from ds_trainer.engines.fsdp2.engine import fsdp_modules
 from ds_trainer.engines.replica_check import check_replicas
 from ds_trainer.errors import EngineError
 from ds_trainer.log import get_logger

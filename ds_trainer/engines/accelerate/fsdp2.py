@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from ds_trainer.config.accelerate.arguments import accelerate_arguments
 from ds_trainer.engines.accelerate.accelerator import check_prepared, make_accelerator, told_by_json
-from ds_trainer.engines.fsdp2 import (
+from ds_trainer.engines.fsdp2.engine import (
     FSDP2Engine,
     fsdp_modules,
     mixed_precision_policy,

@@ -20,8 +20,8 @@ from ds_trainer.config.torch.arguments import FSDP2Arguments, fsdp2_arguments
 from ds_trainer.engines.base import EngineFacts, OptimizerFactory, StepOutcome
 from ds_trainer.engines.clip import norm_over_group
 from ds_trainer.engines.dtypes import DTYPE_NAMES, TORCH_DTYPES
-from ds_trainer.engines.fsdp2_load import first_row, load_sharded, shard_range
-from ds_trainer.engines.fsdp2_wrap import ends, groups
+from ds_trainer.engines.fsdp2.load import first_row, load_sharded, shard_range
+from ds_trainer.engines.fsdp2.wrap import ends, groups
 from ds_trainer.engines.introspect import (
     content_hash,
     devices,
