@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from ds_trainer.asked_got import check_asked_is_got
 from ds_trainer.callbacks.trackers import check_trackers
 from ds_trainer.checkpoint.store import STATE, Checkpoint
-from ds_trainer.checkpoint.stored import StoredWeights
+from ds_trainer.checkpoint.shard_reader import StoredWeights
 from ds_trainer.config.accelerate.launcher_conflicts import check_launched
 from ds_trainer.config.provenance import Asked
 from ds_trainer.config.rank_rules import check_ranks

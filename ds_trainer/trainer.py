@@ -16,9 +16,9 @@ from ds_trainer.callbacks.hf import adapted
 from ds_trainer.callbacks.make import built_in_callbacks
 from ds_trainer.checkpoint.folder import remove_leftovers
 from ds_trainer.checkpoint.rng import set_rng_state
-from ds_trainer.checkpoint.room import require_room
+from ds_trainer.checkpoint.disk_space import require_room
 from ds_trainer.checkpoint.store import STATE, Checkpoint, RankState
-from ds_trainer.checkpoint.trial import trial_save
+from ds_trainer.checkpoint.trial_save import trial_save
 from ds_trainer.engines.replica_check import check_replicas
 from ds_trainer.errors import ConfigError, DsTrainerError, UserError, tell
 from ds_trainer.executors.step import StepLoss, run_step

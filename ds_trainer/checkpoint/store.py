@@ -25,8 +25,8 @@ from ds_trainer.checkpoint.folder import (
     manifest_faults,
     sync_file,
 )
-from ds_trainer.checkpoint.sharded import INDEX, Shard, write_shards
-from ds_trainer.checkpoint.stored import StoredState, reading
+from ds_trainer.checkpoint.shard_writer import INDEX, Shard, write_shards
+from ds_trainer.checkpoint.shard_reader import StoredState, reading
 from ds_trainer.errors import CheckpointError, MachineError
 from ds_trainer.log import get_logger
 from ds_trainer.distributed.consensus import agreed

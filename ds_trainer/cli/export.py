@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from ds_trainer.checkpoint.export import export_model
 from ds_trainer.checkpoint.store import RUN, open_checkpoint
-from ds_trainer.checkpoint.stored import StoredWeights
+from ds_trainer.checkpoint.shard_reader import StoredWeights
 from ds_trainer.config.schema import RunConfig
 from ds_trainer.engines.dtypes import TORCH_DTYPES
 from ds_trainer.errors import CheckpointError

@@ -13,9 +13,9 @@ from transformers import PreTrainedModel
 from ds_trainer.assembly import Run
 from ds_trainer.checkpoint.export import write_model_files
 from ds_trainer.checkpoint.rng import rng_state
-from ds_trainer.checkpoint.sharded import part_of, shards
+from ds_trainer.checkpoint.shard_writer import part_of, shards
 from ds_trainer.checkpoint.store import Checkpoint, RankState, SharedState, save
-from ds_trainer.checkpoint.stored import StoredState
+from ds_trainer.checkpoint.shard_reader import StoredState
 from ds_trainer.engines.base import Engine
 from ds_trainer.engines.state_handles import MASTER
 from ds_trainer.errors import CheckpointError

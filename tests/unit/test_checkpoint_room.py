@@ -4,7 +4,7 @@ from collections import namedtuple
 
 import pytest
 
-from ds_trainer.checkpoint import room
+from ds_trainer.checkpoint import disk_space as room
 from ds_trainer.config.schema import RunConfig
 from ds_trainer.errors import MachineError
 from ds_trainer.saving.keeper import CheckpointKeeper

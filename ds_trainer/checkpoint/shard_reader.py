@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from ds_trainer.checkpoint.sharded import INDEX, box_key
+from ds_trainer.checkpoint.shard_writer import INDEX, box_key
 from ds_trainer.engines.state_handles import MASTER
 from ds_trainer.errors import CheckpointError
 from ds_trainer.layout import Box, ParameterSlice
