@@ -74,7 +74,7 @@ from ds_trainer.parallel.tied_parameters import StageParameters
 from ds_trainer.planning.pp_schedules import splits_backward, stages_of
 from ds_trainer.parallel.pipeline.deferred_linear import put_off_weight_gradients
 from ds_trainer.parallel.pipeline.stages import StagedModel
-from ds_trainer.saving.best_metric import require_evaluations
+from ds_trainer.callbacks.best_metric import require_evaluations
 from ds_trainer.saving.resume import check_layout, check_model, check_run, check_world, find_checkpoint
 from ds_trainer.parallel.tensor.parallelize import split_model
 from ds_trainer.parallel.tensor.vocab_parallel_head import make_cross_entropy
