@@ -66,7 +66,7 @@ from ds_trainer.models.hub import resolve_folder
 from ds_trainer.models.weight_source import ModuleWeights, WeightSource
 from ds_trainer.planning.checkpoint_spec import ModelSpec, read_spec
 from ds_trainer.optim import hand_over, make_optimizer
-from ds_trainer.output import claimed
+from ds_trainer.run_folder import claimed
 from ds_trainer.planning.pp_costs import FACTS, ModelParts, Ranges
 from ds_trainer.parallel.pipeline.cut import cut_model
 from ds_trainer.parallel.pipeline.trace_model import refusal

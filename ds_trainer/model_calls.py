@@ -24,7 +24,7 @@ from ds_trainer.log import get_logger
 from ds_trainer.distributed.consensus import agree, agreed
 from ds_trainer.metrics import EvalMetrics
 from ds_trainer.models.buffers import persistent_buffers
-from ds_trainer.output import GENERATIONS, MODEL
+from ds_trainer.run_folder import GENERATIONS, MODEL
 from ds_trainer.saving.run_state import best_parameters
 from ds_trainer.state import TrainerState
 

@@ -33,7 +33,7 @@ from ds_trainer.metrics import EvalMetrics, WindowMean
 from ds_trainer.model_calls import ModelCalls, guarded
 from ds_trainer.non_finite import NonFinitePolicy
 from ds_trainer.optim import lr_factor
-from ds_trainer.output import claimed, set_aside_earlier_run
+from ds_trainer.run_folder import claimed, set_aside_earlier_run
 from ds_trainer.saving.keeper import CheckpointKeeper
 from ds_trainer.saving.resume import check_length
 from ds_trainer.saving.run_state import load_checkpoint, save_checkpoint

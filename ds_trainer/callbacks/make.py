@@ -9,7 +9,7 @@ from ds_trainer.callbacks.builtin import MetricsCallback, PlotCallback, Progress
 from ds_trainer.callbacks.early_stopping import EarlyStoppingCallback
 from ds_trainer.callbacks.trackers import TrackerCallback
 from ds_trainer.config.schema import RunConfig
-from ds_trainer.output import METRICS
+from ds_trainer.run_folder import METRICS
 
 
 def built_in_callbacks(config: RunConfig, is_first: bool) -> list[Callback]:

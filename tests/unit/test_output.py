@@ -3,7 +3,7 @@
 import pytest
 
 from ds_trainer.errors import MachineError
-from ds_trainer.output import claimed, set_aside_earlier_run
+from ds_trainer.run_folder import claimed, set_aside_earlier_run
 
 
 def test_a_second_run_in_a_folder_that_is_in_use_is_refused(tmp_path):
