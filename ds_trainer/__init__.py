@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from ds_trainer.config.io import load_config
     from ds_trainer.config.schema import RunConfig
     from ds_trainer.errors import UserError, exit_on_user_error
-    from ds_trainer.trainer import Trainer
+    from ds_trainer.trainer.trainer import Trainer
 
 _WHERE = {
     "Callback": "ds_trainer.callbacks.base",
     "RunConfig": "ds_trainer.config.schema",
-    "Trainer": "ds_trainer.trainer",
+    "Trainer": "ds_trainer.trainer.trainer",
     "UserError": "ds_trainer.errors",
     "exit_on_user_error": "ds_trainer.errors",
     "load_config": "ds_trainer.config.io",

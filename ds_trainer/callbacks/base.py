@@ -10,7 +10,7 @@ from ds_trainer.log import warn_once
 from ds_trainer.metrics import EvalMetrics, StepMetrics
 
 if TYPE_CHECKING:
-    from ds_trainer.trainer import Trainer
+    from ds_trainer.trainer.trainer import Trainer
 
 
 class Callback:

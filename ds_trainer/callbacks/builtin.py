@@ -11,7 +11,7 @@ from ds_trainer.log import get_logger, warn_once
 from ds_trainer.metrics import EvalMetrics, MetricsWriter, StepMetrics
 
 if TYPE_CHECKING:
-    from ds_trainer.trainer import Trainer
+    from ds_trainer.trainer.trainer import Trainer
 
 
 class MetricsCallback(Callback):

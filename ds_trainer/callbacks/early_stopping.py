@@ -12,7 +12,7 @@ from ds_trainer.metrics import EvalMetrics
 from ds_trainer.callbacks.best_metric import is_better, metric_value
 
 if TYPE_CHECKING:
-    from ds_trainer.trainer import Trainer
+    from ds_trainer.trainer.trainer import Trainer
 
 
 class EarlyStoppingCallback(Callback):

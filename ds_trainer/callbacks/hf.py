@@ -28,7 +28,7 @@ from ds_trainer.metrics import EvalMetrics, StepMetrics
 if TYPE_CHECKING:
     from transformers import TrainerCallback
 
-    from ds_trainer.trainer import Trainer
+    from ds_trainer.trainer.trainer import Trainer
 
 _FLAGS = ("should_training_stop", "should_save", "should_evaluate", "should_log")
 _SAME = ("global_step", "epoch", "best_metric", "best_global_step", "best_model_checkpoint")

@@ -23,7 +23,7 @@ from ds_trainer.health.expected_wait import patience
 from ds_trainer.metrics import EvalMetrics, StepMetrics
 
 if TYPE_CHECKING:
-    from ds_trainer.trainer import Trainer
+    from ds_trainer.trainer.trainer import Trainer
 
 START_S = 60.0
 """How long the start of a run waits for a tracker: on a login, a server, a slow import."""

@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 import torch
 
-import ds_trainer.assembly as assembly
+import ds_trainer.trainer.setup as assembly
 from ds_trainer.errors import MachineError, ModelError, exit_on_user_error
 from ds_trainer.host import preflight
 from ds_trainer.host import toolchain
-from ds_trainer.trainer import Trainer
+from ds_trainer.trainer.trainer import Trainer
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.launch import chats, run_folder, write_jsonl
 from tests.helpers.tokenizers import make_tokenizer

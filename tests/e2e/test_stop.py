@@ -14,7 +14,7 @@ from ds_trainer.checkpoint.folder import checkpoints, file_faults, manifest_faul
 from ds_trainer.config.io import load_config
 from ds_trainer.launch.signals import EXIT_CODE
 from ds_trainer.metrics import read_metrics
-from ds_trainer.trainer import Trainer
+from ds_trainer.trainer.trainer import Trainer
 from tests.helpers.launch import ROOT, TRAIN, chats, free_port, outside_a_launcher, run_folder, write_json, write_jsonl
 
 STEPS = 100

@@ -18,7 +18,7 @@ from tqdm import tqdm
 from ds_trainer.callbacks.base import Callback
 from ds_trainer.checkpoint.folder import MANIFEST, checkpoints, file_faults, manifest_faults, step_of
 from ds_trainer.metrics import read_metrics
-from ds_trainer.trainer import Trainer
+from ds_trainer.trainer.trainer import Trainer
 from tests.helpers.failing import started, wait_for_ends
 from tests.helpers.parity import collate, rows
 from tests.helpers.resume import config, state_hash

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_trainer.callbacks.base import Callback
-from ds_trainer.trainer import Trainer
+from ds_trainer.trainer.trainer import Trainer
 from tests.helpers.parity import collate, rows
 from tests.helpers.tiny import tiny_llama
 

@@ -28,7 +28,7 @@ PRELOAD = [
     "ds_trainer.engines.ddp",
     "ds_trainer.engines.deepspeed.engine",
     "ds_trainer.engines.fsdp2.engine",
-    "ds_trainer.trainer",
+    "ds_trainer.trainer.trainer",
     "pytest",
     "tests.helpers.parity",
 ]

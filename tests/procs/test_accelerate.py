@@ -191,7 +191,7 @@ class OnCpu:
 def cut_by_accelerate(*args):
     prepare = patch("accelerate.accelerator.fsdp2_prepare_model", side_effect=fsdp2_prepare_model)
     maker = patch.object(accelerate_fsdp2, "make_accelerator", lambda mesh, **options: OnCpu(**options))
-    engine = patch("ds_trainer.assembly.make_engine", accelerate_fsdp2.AccelerateFSDP2Engine)
+    engine = patch("ds_trainer.trainer.setup.make_engine", accelerate_fsdp2.AccelerateFSDP2Engine)
     with prepare as prepared, maker, engine:
         return run_cell(*args) | {"prepared": prepared.call_count}
 

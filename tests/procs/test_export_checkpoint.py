@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ds_trainer.callbacks.base import Callback
 from ds_trainer.cli import main
-from ds_trainer.trainer import Trainer
+from ds_trainer.trainer.trainer import Trainer
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.launch import run_folder
 from tests.helpers.runs import largest_difference, weights

@@ -47,7 +47,7 @@ def checkpoint(tmp_path_factory):
 
 def load_peak(out: Path, checkpoint: Path, engine: str, tp: int = 1) -> float:
     """Peak of this rank's anonymous memory above that before the run, as a share of the fp32 model."""
-    from ds_trainer import assembly
+    from ds_trainer.trainer.trainer import setup as assembly
 
     batch = {"micro_size": None, "accumulation": 1}
     stop = patch.object(assembly, "make_optimizer", side_effect=Loaded)

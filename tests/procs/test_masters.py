@@ -22,7 +22,7 @@ CELLS = {
 
 
 def initial_masters(checkpoint: str, out: str, sections: dict, as_instance: bool) -> dict[str, torch.Tensor]:
-    from ds_trainer.trainer import Trainer
+    from ds_trainer.trainer.trainer import Trainer
 
     config = {
         "model": {} if as_instance else {"path": checkpoint},

@@ -17,7 +17,7 @@ RANKS = {"fsdp2_hsdp.json": 4, "tp2_pp2_dp2.json": 8}
 
 
 def train(name: str, overrides: list[str]) -> tuple[int, str]:
-    from ds_trainer.trainer import Trainer
+    from ds_trainer.trainer.trainer import Trainer
 
     trainer = Trainer(config=load_config(SMOKE / name, overrides))
     state = trainer.train()

@@ -77,7 +77,7 @@ def reference(request, tmp_path_factory) -> tuple[str, Path]:
 
 def run_cell(reference: Path, out: Path, ranks: int, optimizer: str, sections: dict, fault: str | None = None):
     """One layout on this rank; returns what proves that its mechanism acted."""
-    from ds_trainer.trainer import Trainer
+    from ds_trainer.trainer.trainer import Trainer
 
     config = cell_config(reference, out, ranks, optimizer, **sections)
     recorder = Recorder(reference)

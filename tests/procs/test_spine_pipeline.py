@@ -81,7 +81,7 @@ def run_cell(
     reference: Path, out: Path, data: int, optimizer: str, sections: dict, fault: str | None = None, tied: bool = True
 ) -> dict:
     """One layout, micro-batches of one sample; returns what proves that it was a pipeline."""
-    from ds_trainer.trainer import Trainer
+    from ds_trainer.trainer.trainer import Trainer
 
     low = "precision" in sections
     batch = {"global_size": parity.GLOBAL, "micro_size": 1}

@@ -56,7 +56,7 @@ def sections(engine: str, **parallel) -> dict:
 
 def run_cell(reference: Path, out: Path, data: int, optimizer: str, sections: dict, fault: str | None = None) -> dict:
     """One layout on this rank, held against the reference step by step; returns what proves that it was split."""
-    from ds_trainer.trainer import Trainer
+    from ds_trainer.trainer.trainer import Trainer
 
     config = cell_config(reference, out, data, optimizer, **sections)
     data_rows = rows(SHAPE["vocab"])

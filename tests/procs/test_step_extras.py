@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_trainer.errors import ModelError
-from ds_trainer.trainer import Trainer
+from ds_trainer.trainer.trainer import Trainer
 from tests.helpers.parity import write_reference
 from tests.helpers.runs import D8, collate, largest_difference, make_trainer, run_config, weights
 from tests.helpers.tiny import oracle, tiny_llama

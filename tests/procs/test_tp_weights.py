@@ -18,7 +18,7 @@ from ds_trainer.models.weight_source import ModuleWeights
 from ds_trainer.models.weights import CheckpointWeights
 from ds_trainer.parallel.model_split import ModelSplit
 from ds_trainer.parallel.tensor.local_weights import LocalWeights
-from ds_trainer.trainer import Trainer
+from ds_trainer.trainer.trainer import Trainer
 from tests.helpers.checkpoints import make_checkpoint, make_model
 from tests.helpers.runs import D8, ENGINES, collate, run_config
 from tests.helpers.tokenizers import make_tokenizer

@@ -5,7 +5,7 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 from ds_trainer.errors import ConfigError, DataError
-from ds_trainer.trainer import Trainer
+from ds_trainer.trainer.trainer import Trainer
 from tests.helpers.runs import D8, collate, largest_difference, make_trainer, run_config, weights
 from tests.helpers.tiny import oracle, tiny_llama
 

@@ -7,8 +7,8 @@ import pytest
 from ds_trainer.checkpoint import disk_space as room
 from ds_trainer.config.schema import RunConfig
 from ds_trainer.errors import MachineError
-from ds_trainer.saving.keeper import CheckpointKeeper
-from ds_trainer.state import TrainerState
+from ds_trainer.trainer.checkpoint_manager import CheckpointKeeper
+from ds_trainer.trainer.state import TrainerState
 
 Usage = namedtuple("Usage", "free")
 PARAMETERS = 10**9

@@ -25,7 +25,7 @@ from ds_trainer.config.keys import flatten, leaf_fields, leaf_values
 from ds_trainer.config.resolve import resolve
 from ds_trainer.config.resolved import Machine
 from ds_trainer.errors import ConfigError, ConfigErrors
-from ds_trainer.ingredients import config_of_arguments
+from ds_trainer.trainer.inputs import config_of_arguments
 from ds_trainer.optim import lr_factor
 from tests.test_configs_shipped import FOLDER, MACHINES, TABLE, WHOLE_MODELS
 

@@ -13,7 +13,7 @@ from ds_trainer.config.schema import EvaluationConfig
 from ds_trainer.errors import ConfigError
 from ds_trainer.metrics import EvalMetrics
 from ds_trainer.callbacks.best_metric import is_better, metric_value
-from ds_trainer.state import TrainerControl
+from ds_trainer.trainer.state import TrainerControl
 
 
 def evaluation(value: float, step: int = 0) -> EvalMetrics:

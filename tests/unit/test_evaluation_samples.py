@@ -2,7 +2,7 @@
 
 import json
 
-from ds_trainer.evaluation_samples import Generation, keep, show
+from ds_trainer.trainer.eval_samples import Generation, keep, show
 
 
 def made(step, text="sat", index=0):

@@ -14,13 +14,13 @@ from transformers import GenerationConfig
 from ds_trainer.data.loader import padding_id
 from ds_trainer.data.prompts import encode_prompt
 from ds_trainer.errors import ConfigError, DataError
-from ds_trainer.evaluation import eval_mode
+from ds_trainer.trainer.evaluation import eval_mode
 from ds_trainer.distributed.consensus import agree, agreed
 from ds_trainer.distributed.process_groups import Mesh
 from ds_trainer.launch.signals import StopRequested
 
 if TYPE_CHECKING:
-    from ds_trainer.assembly import Run
+    from ds_trainer.trainer.setup import Run
 
 Messages = Sequence[dict[str, str]]
 

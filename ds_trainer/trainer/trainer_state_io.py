@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ds_trainer.callbacks.base import restore_states, states_of
 
 if TYPE_CHECKING:
-    from ds_trainer.trainer import Trainer
+    from ds_trainer.trainer.trainer import Trainer
 
 
 def take_snapshot(trainer: Trainer) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from ds_trainer.errors import CheckpointError
 from ds_trainer.layout import ParameterSlice
 from ds_trainer.log import get_logger
 from ds_trainer.distributed.process_groups import Mesh
-from ds_trainer.state import TrainerState
+from ds_trainer.trainer.state import TrainerState
 
 _SEQUENCES = "sequence parallelism"
 _ANY = ("$schema", "run.output_dir", "checkpoint", "logging", "data.cache_dir", "data.preview_samples", "run.device")

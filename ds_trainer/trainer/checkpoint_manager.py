@@ -11,7 +11,7 @@ from ds_trainer.errors import MachineError
 from ds_trainer.log import get_logger, rank
 from ds_trainer.metrics import EvalMetrics
 from ds_trainer.callbacks.best_metric import is_better, metric_value
-from ds_trainer.state import TrainerState
+from ds_trainer.trainer.state import TrainerState
 
 
 class CheckpointKeeper:

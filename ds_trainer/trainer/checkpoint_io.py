@@ -10,7 +10,7 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from ds_trainer.assembly import Run
+from ds_trainer.trainer.setup import Run
 from ds_trainer.checkpoint.export import write_model_files
 from ds_trainer.checkpoint.rng import rng_state
 from ds_trainer.checkpoint.shard_writer import part_of, shards
@@ -22,7 +22,7 @@ from ds_trainer.errors import CheckpointError
 from ds_trainer.log import rank
 from ds_trainer.distributed.consensus import agreed
 from ds_trainer.models.buffers import persistent_buffers
-from ds_trainer.saving.resume import describe_layout
+from ds_trainer.trainer.resume_checks import describe_layout
 
 _BUFFER, _ENGINE = "buffer.", "engine."
 

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ds_trainer.asked_got import check_asked_is_got
+from ds_trainer.trainer.verify_setup import check_asked_is_got
 from ds_trainer.callbacks.trackers import check_trackers
 from ds_trainer.checkpoint.store import STATE, Checkpoint
 from ds_trainer.checkpoint.shard_reader import StoredWeights
@@ -41,11 +41,11 @@ from ds_trainer.data.loaders import Splits
 from ds_trainer.engines.base import Engine, EngineFacts, make_engine
 from ds_trainer.engines.dtypes import TORCH_DTYPES
 from ds_trainer.errors import ConfigError, ConfigErrors, EngineError, ModelError
-from ds_trainer.evaluation_samples import prompts_to_continue
+from ds_trainer.trainer.eval_samples import prompts_to_continue
 from ds_trainer.executors.accumulate import AccumulateExecutor
 from ds_trainer.executors.base import Executor
 from ds_trainer.executors.pipeline import PipelineExecutor
-from ds_trainer.ingredients import Ingredients
+from ds_trainer.trainer.inputs import Ingredients
 from ds_trainer.log import get_logger, warn_once
 from ds_trainer.loss import LossFunction, make_loss
 from ds_trainer.launch import signals
@@ -75,7 +75,7 @@ from ds_trainer.planning.pp_schedules import splits_backward, stages_of
 from ds_trainer.parallel.pipeline.deferred_linear import put_off_weight_gradients
 from ds_trainer.parallel.pipeline.stages import StagedModel
 from ds_trainer.callbacks.best_metric import require_evaluations
-from ds_trainer.saving.resume import check_layout, check_model, check_run, check_world, find_checkpoint
+from ds_trainer.trainer.resume_checks import check_layout, check_model, check_run, check_world, find_checkpoint
 from ds_trainer.parallel.tensor.parallelize import split_model
 from ds_trainer.parallel.tensor.vocab_parallel_head import make_cross_entropy
 from ds_trainer.parallel.model_split import ModelSplit
