@@ -54,7 +54,7 @@ lint: $(INSTALLED)
 	mypy
 
 families: $(INSTALLED)
-	python -m ds_trainer.parallel.pipeline.make_families
+	python -m ds_trainer.parallel.make_families
 
 clean:
 	rm -rf $(DEMO) outputs build *.egg-info .pytest_cache .mypy_cache .ruff_cache

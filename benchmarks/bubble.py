@@ -30,9 +30,9 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
+from ds_trainer.parallel.deferred_weight_grads import gradient_of
 from ds_trainer.parallel.pipeline.runtime import PipelineRuntime
 from ds_trainer.planning.pp_schedules import Schedule, default_virtual_stages, make_schedule, refusal
-from ds_trainer.parallel.deferred_weight_grads import gradient_of
 from ds_trainer.planning.pp_timeline import simulate
 
 SECONDS = 0.1

@@ -21,17 +21,17 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingA
 from ds_trainer import exit_on_user_error
 from ds_trainer.cli.train import config_from_arguments, parse_train_arguments
 from ds_trainer.config.backend import backend
-from ds_trainer.interop.hf.exporter import to_hf
 from ds_trainer.config.resolve import resolve, total_steps
 from ds_trainer.config.resolved import Machine, ResolvedConfig
 from ds_trainer.config.schema import RunConfig
 from ds_trainer.data.loader import pad_collate, padding_id
 from ds_trainer.data.prepare import prepare
 from ds_trainer.data.sampler import GlobalBatchSampler
-from ds_trainer.log import get_logger
 from ds_trainer.distributed.device import probe_machine
-from ds_trainer.launch.environment import grid_from_environment
 from ds_trainer.host.deepspeed_ops import disable_shm_comm
+from ds_trainer.interop.hf.exporter import to_hf
+from ds_trainer.launch.environment import grid_from_environment
+from ds_trainer.log import get_logger
 
 
 def training_arguments(resolved: ResolvedConfig) -> dict[str, Any]:

@@ -15,11 +15,11 @@ import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ds_trainer.parallel.pipeline.cut import cut_model
-from ds_trainer.planning.pp_drawing import as_text
-from ds_trainer.parallel.tied_parameters import StageParameters
-from ds_trainer.parallel.pipeline.runtime import PipelineRuntime
-from ds_trainer.planning.pp_schedules import NAMES, default_virtual_stages, make_schedule
 from ds_trainer.parallel.pipeline.deferred_linear import put_off_weight_gradients
+from ds_trainer.parallel.pipeline.runtime import PipelineRuntime
+from ds_trainer.parallel.tied_parameters import StageParameters
+from ds_trainer.planning.pp_drawing import as_text
+from ds_trainer.planning.pp_schedules import NAMES, default_virtual_stages, make_schedule
 from ds_trainer.planning.pp_timeline import simulate
 
 MICROBATCHES, LAYERS, VOCABULARY = 8, 8, 256

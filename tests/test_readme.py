@@ -16,10 +16,10 @@ from ds_trainer.callbacks.progress import summary
 from ds_trainer.cli import _parser as command_parser
 from ds_trainer.cli import main
 from ds_trainer.cli.train import config_from_arguments, parse_train_arguments
-from ds_trainer.config.reference_page import document
-from ds_trainer.config.key_support_table import section_row
 from ds_trainer.config.io import load_config
+from ds_trainer.config.key_support_table import section_row
 from ds_trainer.config.keys import leaf_fields
+from ds_trainer.config.reference_page import document
 from ds_trainer.metrics import StepMetrics, read_metrics
 from ds_trainer.planning.memory import bytes_per_parameter, ddp_bytes_per_parameter, fsdp2_bytes_per_parameter
 
@@ -202,7 +202,9 @@ def test_the_tolerances_are_those_of_the_spine():
 
 
 def test_the_page_of_keys_is_the_generated_one():
-    assert PAGES["docs/configuration.md"] == document(), "python -m ds_trainer.config.reference_page > docs/configuration.md"
+    assert PAGES["docs/configuration.md"] == document(), (
+        "python -m ds_trainer.config.reference_page > docs/configuration.md"
+    )
 
 
 def test_the_arguments_of_the_trainer_are_all_there():

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from ds_trainer.interop.hf.fields import SAME
 from ds_trainer.config.keys import value
 from ds_trainer.config.schema import RunConfig
 from ds_trainer.errors import ConfigError
+from ds_trainer.interop.hf.fields import SAME
 from ds_trainer.launch.rank_grid import Grid
 
 

@@ -25,12 +25,12 @@ from ds_trainer.checkpoint.folder import (
     manifest_faults,
     sync_file,
 )
-from ds_trainer.checkpoint.shard_writer import INDEX, Shard, write_shards
 from ds_trainer.checkpoint.shard_reader import StoredState, reading
-from ds_trainer.errors import CheckpointError, MachineError
-from ds_trainer.log import get_logger
+from ds_trainer.checkpoint.shard_writer import INDEX, Shard, write_shards
 from ds_trainer.distributed.consensus import agreed
 from ds_trainer.distributed.process_groups import Mesh
+from ds_trainer.errors import CheckpointError, MachineError
+from ds_trainer.log import get_logger
 
 STATE, RUN, LAYOUT = "trainer_state.json", "run.json", "layout.json"
 

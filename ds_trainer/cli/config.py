@@ -12,24 +12,24 @@ from typing import TYPE_CHECKING
 from ds_trainer.cli.import_ import import_file
 from ds_trainer.cli.printing import print_until_closed
 from ds_trainer.config.backend import backend, engine_column
-from ds_trainer.config.key_support import coverage, covered_engines
-from ds_trainer.config.deepspeed.native_keys import unified_keys
 from ds_trainer.config.deepspeed.arguments import to_deepspeed
-from ds_trainer.config.key_support_table import AS_BACKEND, ENGINES, cell
+from ds_trainer.config.deepspeed.native_keys import unified_keys
 from ds_trainer.config.io import load_config, read_config
+from ds_trainer.config.key_support import coverage, covered_engines
+from ds_trainer.config.key_support_table import AS_BACKEND, ENGINES, cell
 from ds_trainer.config.keys import flatten, leaf_values, value
-from ds_trainer.config.path_rules import check_files
 from ds_trainer.config.machine import probe_machine_pure
+from ds_trainer.config.memory_needs import rows_by_stage
+from ds_trainer.config.path_rules import check_files
 from ds_trainer.config.resolve import resolve
 from ds_trainer.config.resolved import ResolvedConfig
 from ds_trainer.config.schema import RunConfig
 from ds_trainer.config.stage_assignment import parts_of, positions
 from ds_trainer.config.tp_rules import shares_of
-from ds_trainer.interop.translate import OPTIONS, TARGETS, engine_overrides, translate
 from ds_trainer.errors import ConfigError, ConfigErrors, UserError
+from ds_trainer.interop.translate import OPTIONS, TARGETS, engine_overrides, translate
 from ds_trainer.planning.checkpoint_spec import ModelSpec, quantized_error, read_spec
 from ds_trainer.planning.pp_schedules import stages_of
-from ds_trainer.config.memory_needs import rows_by_stage
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -8,8 +8,8 @@ from rich.console import Console
 from rich.table import Table
 
 from ds_trainer.errors import ConfigError
-from ds_trainer.host.doctor import Finding, examine
 from ds_trainer.host.deepspeed_ops import BUILDERS, ensure_ops, use_own_extensions_dir
+from ds_trainer.host.doctor import Finding, examine
 from ds_trainer.host.toolchain import has_libaio
 
 

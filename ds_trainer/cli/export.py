@@ -11,8 +11,8 @@ import torch
 from tqdm import tqdm
 
 from ds_trainer.checkpoint.export import export_model
-from ds_trainer.checkpoint.store import RUN, open_checkpoint
 from ds_trainer.checkpoint.shard_reader import StoredWeights
+from ds_trainer.checkpoint.store import RUN, open_checkpoint
 from ds_trainer.config.schema import RunConfig
 from ds_trainer.engines.dtypes import TORCH_DTYPES
 from ds_trainer.errors import CheckpointError
@@ -21,8 +21,8 @@ from ds_trainer.models.build import build_model
 from ds_trainer.models.hf import load_tokenizer
 from ds_trainer.models.hub import resolve_folder
 from ds_trainer.models.weight_source import WeightSource
-from ds_trainer.planning.checkpoint_spec import read_spec
 from ds_trainer.models.weights import fill_buffers
+from ds_trainer.planning.checkpoint_spec import read_spec
 
 
 def run(args: argparse.Namespace) -> int:

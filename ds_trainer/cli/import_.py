@@ -11,16 +11,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ds_trainer.config.detect_format import NAMES, kind_of
+from ds_trainer.config.foreign_files import load_native
+from ds_trainer.config.io import read_config
+from ds_trainer.config.keys import value
+from ds_trainer.errors import ConfigError
 from ds_trainer.interop.accelerate.importer import from_accelerate
 from ds_trainer.interop.deepspeed.importer import from_deepspeed
-from ds_trainer.config.detect_format import NAMES, kind_of
 from ds_trainer.interop.hf.importer import from_hf
 from ds_trainer.interop.import_report import report
 from ds_trainer.interop.import_result import Imported
-from ds_trainer.config.io import read_config
-from ds_trainer.config.keys import value
-from ds_trainer.config.foreign_files import load_native
-from ds_trainer.errors import ConfigError
 
 
 def import_file(args: argparse.Namespace) -> int:

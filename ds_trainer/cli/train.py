@@ -6,10 +6,10 @@ import argparse
 import sys
 from pathlib import Path
 
-from ds_trainer.launch.local_launcher import run_ranks
 from ds_trainer.config.io import load_config
 from ds_trainer.config.schema import RunConfig
 from ds_trainer.launch.environment import check_local_rank
+from ds_trainer.launch.local_launcher import run_ranks
 
 
 def add_train_arguments(parser: argparse.ArgumentParser) -> None:

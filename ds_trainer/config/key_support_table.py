@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from functools import cache
 
-from ds_trainer.config.key_support import Coverage, coverage
 from ds_trainer.config.deepspeed.native_keys import unified_keys
+from ds_trainer.config.key_support import Coverage, coverage
 from ds_trainer.config.keys import leaf_fields
 
 BACKENDS = ("deepspeed", "fsdp2", "ddp")

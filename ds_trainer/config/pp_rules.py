@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ds_trainer.config.provenance import Asked
 from ds_trainer.config.backend import backend
 from ds_trainer.config.keys import default, value
 from ds_trainer.config.model_rules import CAUSAL
+from ds_trainer.config.provenance import Asked
 from ds_trainer.config.schema import RunConfig
 from ds_trainer.config.stage_assignment import check_stages, num_stages, parts_of, refused_stages
 from ds_trainer.errors import ConfigError

@@ -1,4 +1,6 @@
-"""The reference of every config key as Markdown: `python -m ds_trainer.config.reference_page > docs/configuration.md`. Pure.
+"""The reference of every config key as Markdown. Pure.
+
+`python -m ds_trainer.config.reference_page > docs/configuration.md` writes it.
 
 All of it comes from the schema and from the table of what an engine does with a key, so it cannot say anything else.
 """

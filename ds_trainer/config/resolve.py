@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from ds_trainer.config.provenance import Asked
 from ds_trainer.config.backend import backend
 from ds_trainer.config.batch import Pipeline, solve_batch
 from ds_trainer.config.deepspeed.arguments import to_deepspeed
@@ -16,12 +15,13 @@ from ds_trainer.config.deepspeed.rules import no_effect_of_zero
 from ds_trainer.config.keys import leaf_values, value
 from ds_trainer.config.model_rules import check_class, class_warnings
 from ds_trainer.config.pp_rules import check_pipeline_model, pipeline_warnings
+from ds_trainer.config.provenance import Asked
 from ds_trainer.config.resolved import Machine, ModelSize, ResolvedConfig
 from ds_trainer.config.rules import check_machine, has_fused_kernel, no_effect_warnings
 from ds_trainer.config.schema import RunConfig
 from ds_trainer.config.stage_assignment import derive_stages, rank_elements, refused_stages, virtual_stages
-from ds_trainer.config.tp_rules import check_tensor_model, tensor_warnings
 from ds_trainer.config.torch.fsdp_rules import derive_fsdp
+from ds_trainer.config.tp_rules import check_tensor_model, tensor_warnings
 from ds_trainer.errors import ConfigError, ConfigErrors
 from ds_trainer.planning.checkpoint_spec import ModelSpec
 

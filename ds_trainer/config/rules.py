@@ -9,18 +9,18 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import entry_points
 
-from ds_trainer.config.provenance import Asked
 from ds_trainer.config.backend import backend, engine_column
-from ds_trainer.config.key_support import coverage, covered_engines
 from ds_trainer.config.deepspeed.native_keys import check_native
 from ds_trainer.config.deepspeed.rules import check_zero, check_zero_machine
+from ds_trainer.config.key_support import coverage, covered_engines
 from ds_trainer.config.keys import leaf_fields, value
 from ds_trainer.config.pp_rules import check_pipeline
+from ds_trainer.config.provenance import Asked
 from ds_trainer.config.rank_rules import check_ranks
 from ds_trainer.config.resolved import Machine
 from ds_trainer.config.schema import RunConfig
-from ds_trainer.config.tp_rules import check_tensor
 from ds_trainer.config.torch.fsdp_rules import check_fsdp, check_fsdp_machine
+from ds_trainer.config.tp_rules import check_tensor
 from ds_trainer.errors import ConfigError
 
 FUSED = ("adamw", "adam", "sgd")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 
-from ds_trainer.config.provenance import Asked
 from ds_trainer.config.model_rules import names_are_the_models
+from ds_trainer.config.provenance import Asked
 from ds_trainer.config.schema import RunConfig
 from ds_trainer.errors import ConfigError
 from ds_trainer.planning.checkpoint_spec import ModelSpec

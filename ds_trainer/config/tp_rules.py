@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ds_trainer.config.provenance import Asked
 from ds_trainer.config.backend import backend
 from ds_trainer.config.keys import default
-from ds_trainer.config.tp_plan_rules import check_plan, plan_warnings, suggested
+from ds_trainer.config.provenance import Asked
 from ds_trainer.config.resolved import Machine
 from ds_trainer.config.schema import RunConfig
+from ds_trainer.config.tp_plan_rules import check_plan, plan_warnings, suggested
 from ds_trainer.errors import ConfigError
 from ds_trainer.planning.checkpoint_spec import ModelSpec
+from ds_trainer.planning.tp_divisibility import refusal
 from ds_trainer.planning.tp_plan import STYLE_NAMES, plan_for
 from ds_trainer.planning.tp_shards import Shares
-from ds_trainer.planning.tp_divisibility import refusal
 
 _NEEDS_TP = ("tp_plan", "sequence_parallel", "keep_gathered_input")
 _HANGS = "torch makes the smaller groups of one tensor rank's data ranks at once with those of another's, and hangs"

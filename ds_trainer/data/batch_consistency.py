@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 import torch
 
-from ds_trainer.errors import DataError
-from ds_trainer.loss import Batch
-from ds_trainer.launch.rank_grid import Grid
 from ds_trainer.distributed.process_groups import Mesh
+from ds_trainer.errors import DataError
+from ds_trainer.launch.rank_grid import Grid
+from ds_trainer.loss import Batch
 
 _DIGEST_BYTES = 5
 """So few that sums over thousands of ranks are exact in float64."""

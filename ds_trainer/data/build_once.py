@@ -16,8 +16,8 @@ from filelock import FileLock, Timeout
 
 from ds_trainer.data.folder_integrity import damage, seal
 from ds_trainer.errors import DataError
-from ds_trainer.log import get_logger
 from ds_trainer.launch import signals
+from ds_trainer.log import get_logger
 
 POLL_S = 0.2
 PATIENCE_S = 10.0

@@ -14,9 +14,9 @@ import torch
 from ds_trainer.data.loader import BatchLoader
 from ds_trainer.data.microbatch import BatchMaker
 from ds_trainer.data.rng import own_streams_kept
-from ds_trainer.errors import DataError
 from ds_trainer.distributed.consensus import agreed
 from ds_trainer.distributed.process_groups import Mesh
+from ds_trainer.errors import DataError
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from ds_trainer.data.worker_error import Failure
+from ds_trainer.data.encode import IGNORE
 from ds_trainer.data.microbatch import Batch, BatchMaker, Collator, MapDataset, Task
 from ds_trainer.data.sampler import GlobalBatchSampler
-from ds_trainer.data.encode import IGNORE
+from ds_trainer.data.worker_error import Failure
 from ds_trainer.data.workers import BatchStream
 from ds_trainer.errors import DataError
 

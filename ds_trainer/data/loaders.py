@@ -9,11 +9,11 @@ from typing import Any
 from ds_trainer.config.schema import RunConfig
 from ds_trainer.data.loader import BatchLoader, pad_collate, padding_id
 from ds_trainer.data.prepare import prepare
-from ds_trainer.data.sampler import GlobalBatchSampler
 from ds_trainer.data.readers import require_map_style
+from ds_trainer.data.sampler import GlobalBatchSampler
 from ds_trainer.data.tokenized import TokenizedDataset, preview
-from ds_trainer.log import get_logger
 from ds_trainer.launch.rank_grid import Grid
+from ds_trainer.log import get_logger
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from typing import Any, Protocol
 
 import torch
 
-from ds_trainer.data.worker_error import Failure, noted
-from ds_trainer.data.rng import own_streams_kept, seed_streams
 from ds_trainer.data.encode import IGNORE
+from ds_trainer.data.rng import own_streams_kept, seed_streams
+from ds_trainer.data.worker_error import Failure, noted
 from ds_trainer.errors import DataError
 
 Batch = dict[str, Any]

@@ -13,8 +13,8 @@ from tqdm import tqdm
 
 from ds_trainer.config.schema import DataConfig
 from ds_trainer.data.build_once import StopCheck, build_once
-from ds_trainer.data.readers import Origin, Source, open_source
 from ds_trainer.data.encode import IGNORE, Encoded, encode
+from ds_trainer.data.readers import Origin, Source, open_source
 from ds_trainer.data.tokenized import DataStats, TokenizedDataset, write
 from ds_trainer.errors import DataError, MachineError
 

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from ds_trainer.data.chat import encode_opening
+from ds_trainer.data.encode import IGNORE, tokenise
 from ds_trainer.data.loader import BatchLoader
 from ds_trainer.data.readers import Origin, kind_of
-from ds_trainer.data.encode import IGNORE, tokenise
 from ds_trainer.errors import DataError
 
 

@@ -28,8 +28,8 @@ from typing import Any, cast
 import torch
 from torch.utils.data import DataLoader, get_worker_info
 
-from ds_trainer.data.worker_error import Failure
 from ds_trainer.data.microbatch import Batch, BatchMaker, Task
+from ds_trainer.data.worker_error import Failure
 from ds_trainer.errors import DataError, MachineError
 
 PR_SET_PDEATHSIG = 1

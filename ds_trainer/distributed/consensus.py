@@ -12,10 +12,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from ds_trainer.errors import DesyncError, UserError
-from ds_trainer.launch import signals
 from ds_trainer.distributed.process_groups import Mesh
+from ds_trainer.errors import DesyncError, UserError
 from ds_trainer.health.stacks import call_site
+from ds_trainer.launch import signals
 
 MAX_VALUES = 4
 

@@ -12,9 +12,9 @@ from threading import Thread
 import torch.distributed as dist
 
 from ds_trainer.errors import MachineError
-from ds_trainer.log import get_logger
 from ds_trainer.launch import signals
 from ds_trainer.launch.rank_grid import Grid
+from ds_trainer.log import get_logger
 
 JOIN_TIMEOUT = timedelta(minutes=5)
 """Ranks that start together load torch within minutes of one another, even from a cold network drive."""

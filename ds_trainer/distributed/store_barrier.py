@@ -10,8 +10,8 @@ from contextlib import contextmanager, suppress
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from ds_trainer.errors import UserError
 from ds_trainer.distributed.process_groups import Mesh
+from ds_trainer.errors import UserError
 from ds_trainer.health.expected_wait import patience
 
 _POLL_S = 0.05

@@ -17,10 +17,10 @@ import torch
 from torch import nn
 
 from ds_trainer.config.resolved import ResolvedConfig
+from ds_trainer.distributed.process_groups import Mesh
 from ds_trainer.engines.state_handles import State
 from ds_trainer.errors import ConfigError
 from ds_trainer.layout import ParameterSlice
-from ds_trainer.distributed.process_groups import Mesh
 from ds_trainer.models.weight_source import WeightSource
 from ds_trainer.parallel.model_split import ModelSplit
 

@@ -18,9 +18,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ds_trainer.config.resolved import ResolvedConfig
 from ds_trainer.config.torch.arguments import ddp_arguments
+from ds_trainer.distributed.process_groups import Mesh, release_at_exit
 from ds_trainer.engines.base import EngineFacts, OptimizerFactory, StepOutcome
 from ds_trainer.engines.clip import norm_over_group
+from ds_trainer.engines.clipped_step import clipped_step
 from ds_trainer.engines.dtypes import DTYPE_NAMES, TORCH_DTYPES
+from ds_trainer.engines.grad_sync import average_over_ranks, fill_where_others_have
 from ds_trainer.engines.introspect import (
     content_hash,
     devices,
@@ -30,12 +33,9 @@ from ds_trainer.engines.introspect import (
     storage_bytes,
     tensor_ranks,
 )
-from ds_trainer.engines.grad_sync import average_over_ranks, fill_where_others_have
 from ds_trainer.engines.state_handles import MASTER, State, entry, live
-from ds_trainer.engines.clipped_step import clipped_step
 from ds_trainer.errors import EngineError, ModelError
 from ds_trainer.layout import ParameterSlice
-from ds_trainer.distributed.process_groups import Mesh, release_at_exit
 from ds_trainer.models.weight_source import WeightSource
 from ds_trainer.models.weights import load_full
 from ds_trainer.parallel.model_split import ModelSplit

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from ds_trainer.distributed.consensus import agreed
+from ds_trainer.distributed.process_groups import Mesh
 from ds_trainer.engines.base import Engine
 from ds_trainer.engines.introspect import content_hash
 from ds_trainer.engines.state_handles import MASTER
 from ds_trainer.errors import EngineError
 from ds_trainer.layout import ParameterSlice
-from ds_trainer.distributed.consensus import agreed
-from ds_trainer.distributed.process_groups import Mesh
 
 
 def check_replicas(engine: Engine, mesh: Mesh, place: str) -> None:

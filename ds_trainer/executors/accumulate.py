@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
+from ds_trainer.distributed.process_groups import Mesh
 from ds_trainer.engines.base import Engine
 from ds_trainer.executors.base import Evaluated, evaluated, to_device, unless_not_finite
 from ds_trainer.loss import Batch, LossFunction
-from ds_trainer.distributed.process_groups import Mesh
 
 
 class AccumulateExecutor:

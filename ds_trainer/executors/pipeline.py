@@ -12,14 +12,14 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ds_trainer.config.schema import ParallelConfig
+from ds_trainer.distributed.process_groups import Mesh
 from ds_trainer.engines.base import Engine
 from ds_trainer.errors import DataError
 from ds_trainer.executors.base import Evaluated, evaluated, to_device, unless_not_finite
 from ds_trainer.loss import IGNORE_INDEX, Batch, LossFunction
-from ds_trainer.distributed.process_groups import Mesh
 from ds_trainer.parallel.pipeline.runtime import PipelineRuntime
-from ds_trainer.planning.pp_schedules import Schedule, forward_only, make_schedule, next_accepted
 from ds_trainer.parallel.pipeline.stages import StagedModel
+from ds_trainer.planning.pp_schedules import Schedule, forward_only, make_schedule, next_accepted
 
 
 class PipelineExecutor:

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
-from ds_trainer.data import batch_consistency as model_group
-from ds_trainer.executors.base import Executor
-from ds_trainer.loss import Batch, LossFunction
+from ds_trainer.data import batch_consistency
 from ds_trainer.distributed.consensus import agreed
 from ds_trainer.distributed.process_groups import Mesh
+from ds_trainer.executors.base import Executor
+from ds_trainer.loss import Batch, LossFunction
 
 
 @dataclass(frozen=True)
@@ -59,11 +59,11 @@ def run_step(microbatches: Iterable[Batch], executor: Executor, loss: LossFuncti
         batches = list(microbatches)
         # Counted on the host: a GPU would have to be waited for.
         counts = sum(loss.num_tokens(batch) for batch in batches), sum(map(seen_tokens, batches))
-        own = model_group.digest(batches, mesh.grid)
-        agreement.values = *counts, model_group.difference(own, mesh.grid)
+        own = batch_consistency.digest(batches, mesh.grid)
+        agreement.values = *counts, batch_consistency.difference(own, mesh.grid)
         batches = executor.prepared(batches)
     total, seen = map(int, agreement.sums[:2])
-    model_group.require_same(agreement.sums[2], own, mesh, place)
+    batch_consistency.require_same(agreement.sums[2], own, mesh, place)
     if total == 0:
         return StepLoss(0.0, 0, seen, ())
     sums = executor.train(batches, total, 1 / total)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import psutil
 
-from ds_trainer.health.shared_status import BlackBoxReader
 from ds_trainer.health.rank_position import Whereabouts
+from ds_trainer.health.shared_status import BlackBoxReader
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from ds_trainer.errors import DsTrainerError
+from ds_trainer.health.rank_position import Whereabouts
 from ds_trainer.health.shared_status import BlackBox
 from ds_trainer.health.stacks import call_site, frame_of
-from ds_trainer.health.rank_position import Whereabouts
 
 _HAND_OVER_S = 1.0
 """A peer's end breaks its connections at once; a main thread that has not noticed by then is held by something else."""

@@ -11,13 +11,13 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from ds_trainer.errors import RankFailedError, UserError
-from ds_trainer.health.shared_status import BlackBox
-from ds_trainer.health.status_store import Board
-from ds_trainer.health.main_thread import MainThread
 from ds_trainer.health.local_peers import Introduction, Peers
-from ds_trainer.health.status import Timeouts
-from ds_trainer.health.watchdog import Watcher
+from ds_trainer.health.main_thread import MainThread
 from ds_trainer.health.rank_position import sample_text, stage_text
+from ds_trainer.health.shared_status import BlackBox
+from ds_trainer.health.status import Timeouts
+from ds_trainer.health.status_store import Board
+from ds_trainer.health.watchdog import Watcher
 
 
 class Monitor:

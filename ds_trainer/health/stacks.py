@@ -15,9 +15,8 @@ from types import FrameType
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 _LIBRARIES = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib"))
 # A thread that stands still in these waits for other ranks. Autograd: DDP's gradients are waited for inside backward.
-_WAITS = tuple(
-    f"{os.sep}{name}{os.sep}" for name in ("torch/distributed", "torch/autograd", "deepspeed", "ds_trainer/pipeline")
-)
+_WAITS = tuple(f"{os.sep}{name}{os.sep}" for name in ("torch/distributed", "torch/autograd", "deepspeed"))
+_OWN_WAITS = os.path.join(_PACKAGE, "parallel", "pipeline", "")
 _DEBUGGERS = ("bdb.py", "pdb.py")
 _SHOWN = 8
 
@@ -35,7 +34,10 @@ def frame_of(thread_id: int) -> FrameType:
 
 def waits_for_ranks(frame: FrameType) -> bool:
     """Whether a thread that stands still at `frame` does so in a collective."""
-    return any(part in frame.f_code.co_filename for part in _WAITS)
+    name = frame.f_code.co_filename
+    if name.startswith(_PACKAGE):
+        return name.startswith(_OWN_WAITS)
+    return any(part in name for part in _WAITS)
 
 
 def is_debugged(frame: FrameType) -> bool:

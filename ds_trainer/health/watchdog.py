@@ -18,12 +18,12 @@ import torch.distributed as dist
 from ds_trainer.errors import DesyncError, DsTrainerError, RankFailedError
 from ds_trainer.health import stacks
 from ds_trainer.health.activity import Activity
-from ds_trainer.health.status_store import Board
-from ds_trainer.health.main_thread import MainThread
 from ds_trainer.health.expected_wait import patient
 from ds_trainer.health.local_peers import Peers
-from ds_trainer.health.status import Status, Timeouts, judge
+from ds_trainer.health.main_thread import MainThread
 from ds_trainer.health.rank_position import Whereabouts
+from ds_trainer.health.status import Status, Timeouts, judge
+from ds_trainer.health.status_store import Board
 
 TICK_S = 1.0
 _POLL_S = 0.05

@@ -23,9 +23,9 @@ from torch.utils.cpp_extension import get_default_build_root
 from ds_trainer.config.backend import backend
 from ds_trainer.config.resolved import ResolvedConfig
 from ds_trainer.errors import MachineError
-from ds_trainer.log import get_logger
 from ds_trainer.host.build_lock import BuildLock, build_lock, clear_torch_lock
 from ds_trainer.host.toolchain import require_toolchain
+from ds_trainer.log import get_logger
 
 BUILDERS = {"cpu_adam": "CPUAdamBuilder", "cpu_lion": "CPULionBuilder", "async_io": "AsyncIOBuilder"}
 """Op -> the name under which DeepSpeed's accelerator makes its builder."""

@@ -13,10 +13,10 @@ from importlib.metadata import requires, version
 from packaging.requirements import Requirement
 from torch.utils.cpp_extension import CUDA_HOME
 
-from ds_trainer.host.build_lock import stale_locks
 from ds_trainer.distributed.device import probe_machine
-from ds_trainer.host.host_memory import available_bytes
+from ds_trainer.host.build_lock import stale_locks
 from ds_trainer.host.deepspeed_ops import BUILDERS, extensions_dir, is_built
+from ds_trainer.host.host_memory import available_bytes
 from ds_trainer.host.toolchain import cxx, has_compiler, has_cuda_toolkit, has_libaio, has_ninja, has_python_headers
 
 _PACKAGES = ("torch", "deepspeed", "transformers", "accelerate")

@@ -9,13 +9,13 @@ import tempfile
 from collections import defaultdict
 from pathlib import Path
 
+from ds_trainer.config.memory_needs import buffers, row_of
 from ds_trainer.config.resolved import ResolvedConfig
 from ds_trainer.errors import MachineError
-from ds_trainer.launch.rank_grid import Grid
 from ds_trainer.host.host_memory import available_bytes
 from ds_trainer.host.swap_folder import remove_leftovers
+from ds_trainer.launch.rank_grid import Grid
 from ds_trainer.planning.memory import DTYPE_BYTES, Part
-from ds_trainer.config.memory_needs import buffers, row_of
 
 _BESIDE_WEIGHTS = 40e6
 """Bytes left for what an export and a run write beside weights: a large tokenizer takes 33 MB."""

@@ -8,17 +8,17 @@ from dataclasses import dataclass
 
 import yaml
 
-from ds_trainer.interop.accelerate.notes import accelerate_notes
-from ds_trainer.interop.accelerate.snippet import accelerate_snippet
 from ds_trainer.config.accelerate.arguments import to_accelerate_yaml
 from ds_trainer.config.backend import backend
-from ds_trainer.config.key_support import coverage
 from ds_trainer.config.deepspeed.arguments import native_notes, standalone_notes, to_deepspeed
-from ds_trainer.interop.hf.exporter import hf_snippet, to_hf
+from ds_trainer.config.key_support import coverage
 from ds_trainer.config.resolved import ResolvedConfig
 from ds_trainer.config.schema import RunConfig
-from ds_trainer.interop.torch.snippet import ddp_snippet, fsdp2_snippet
 from ds_trainer.errors import ConfigError
+from ds_trainer.interop.accelerate.notes import accelerate_notes
+from ds_trainer.interop.accelerate.snippet import accelerate_snippet
+from ds_trainer.interop.hf.exporter import hf_snippet, to_hf
+from ds_trainer.interop.torch.snippet import ddp_snippet, fsdp2_snippet
 
 TARGETS = ("deepspeed", "fsdp2", "ddp", "accelerate", "hf")
 OPTIONS = {"standalone": ("deepspeed",), "python": ("accelerate", "hf")}

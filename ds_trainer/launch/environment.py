@@ -11,9 +11,9 @@ from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 
 from ds_trainer.errors import MachineError
+from ds_trainer.launch.env_vars import grid_of, number, require, shown
 from ds_trainer.launch.rank_grid import Grid
 from ds_trainer.launch.slurm import first_host, port_of_job, slurm_grid
-from ds_trainer.launch.env_vars import grid_of, number, require, shown
 
 DEFAULT_PORT = "29500"
 _TORCH = ("WORLD_SIZE", "RANK", "LOCAL_RANK")

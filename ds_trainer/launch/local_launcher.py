@@ -15,11 +15,11 @@ from collections.abc import Mapping, Sequence
 from types import FrameType
 
 from ds_trainer.errors import ConfigError
-from ds_trainer.log import get_logger
-from ds_trainer.launch.rank_grid import Grid
 from ds_trainer.launch.environment import Launch
+from ds_trainer.launch.rank_grid import Grid
 from ds_trainer.launch.signals import EXIT_CODE, SIGNALS
 from ds_trainer.launch.slurm import slurm_grid, started_by_srun
+from ds_trainer.log import get_logger
 
 _POLL_S = 0.1
 _GRACE_S = 20.0

@@ -13,8 +13,8 @@ import re
 from collections.abc import Mapping
 
 from ds_trainer.errors import MachineError
-from ds_trainer.launch.rank_grid import Grid
 from ds_trainer.launch.env_vars import grid_of, number, require
+from ds_trainer.launch.rank_grid import Grid
 
 _NODELISTS = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
 _TASKS_PER_NODE = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")

@@ -15,8 +15,8 @@ from ds_trainer.models.compile import compile_blocks
 from ds_trainer.models.hf import build_skeleton, prepare_for_training
 from ds_trainer.models.resize import fit_embeddings
 from ds_trainer.models.weight_source import ModuleWeights, WeightSource
-from ds_trainer.planning.checkpoint_spec import ModelSpec
 from ds_trainer.models.weights import CheckpointWeights
+from ds_trainer.planning.checkpoint_spec import ModelSpec
 
 
 def build_model(

@@ -32,7 +32,7 @@ class GrownEmbeddings(WeightSource):
         self._means: dict[str, torch.Tensor] = {}
 
     def view(self, name: str, flat: tuple[int, int] | None = None) -> torch.Tensor:
-        """As in `ds_trainer.models.weight_source.WeightSource`; the mean reads all old rows, once, and is kept in fp32."""
+        """See `WeightSource.view`; the mean reads all old rows, once, and is kept in fp32."""
         if name not in self._grown:
             return self._weights.view(name, flat)
         old, new = self._grown[name]

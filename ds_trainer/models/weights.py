@@ -19,10 +19,10 @@ from ds_trainer.errors import ModelError
 from ds_trainer.layout import Box, ParameterSlice, rows_covering
 from ds_trainer.log import warn_once
 from ds_trainer.models.conversions import Recipe, load_recipes, tied_groups
+from ds_trainer.models.lazy_tensor import Fill, NotRecordedError, Unread
 from ds_trainer.models.skeleton import empty_twin
 from ds_trainer.models.weight_source import WeightSource
 from ds_trainer.planning.checkpoint_spec import pickled_files, read_headers, safetensors_files
-from ds_trainer.models.lazy_tensor import Fill, NotRecordedError, Unread
 
 _COMPARED_AT_ONCE = 1 << 22
 

@@ -51,7 +51,7 @@ class Family:
 @cache
 def families() -> dict[str, Family]:
     """Model type -> family, for every type of transformers' causal-LM mapping when the table was made."""
-    table = json.loads(files("ds_trainer.models").joinpath("families.json").read_text())
+    table = json.loads(files("ds_trainer.planning").joinpath("families.json").read_text())
     return {name: Family(**row) for name, row in table.items()}
 
 

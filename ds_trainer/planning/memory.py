@@ -1,11 +1,11 @@
 """Bytes per parameter that a rank really keeps under ZeRO, beside what the ZeRO paper counts. Pure.
 
-The parts were read in DeepSpeed 0.19.8's source and measured at 1, 2 and 4 ranks: unique storages of all live tensors,
-with communication buckets, swap buffers, activations and gathered parameters kept out or near zero. Buckets and swap
-buffers are set in elements rather than by the model: see `ds_trainer.config.memory_needs`. Nor is what depends on the largest
-parameter counted: at stages 1 and 2 the gradient of one that lies across two ranks' shards is kept whole, and optimizer
-offload has two staging buffers of its size. Under tensor and pipeline parallelism the model is what one rank holds of
-it.
+The parts were read in DeepSpeed 0.19.8's source and measured at 1, 2 and 4 ranks: unique storages of all live
+tensors, with communication buckets, swap buffers, activations and gathered parameters kept out or near zero. Buckets
+and swap buffers are set in elements rather than by the model: see `ds_trainer.config.memory_needs`. Nor is what
+depends on the largest parameter counted: at stages 1 and 2 the gradient of one that lies across two ranks' shards is
+kept whole, and optimizer offload has two staging buffers of its size. Under tensor and pipeline parallelism the model
+is what one rank holds of it.
 
 Source: Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", section 5.
 """

@@ -12,8 +12,8 @@ from functools import cached_property
 from math import prod
 
 from ds_trainer.planning.checkpoint_spec import ModelSpec, TensorInfo
-from ds_trainer.planning.tp_plan import TensorPlan
 from ds_trainer.planning.tp_divisibility import Unit
+from ds_trainer.planning.tp_plan import TensorPlan
 
 _BY_HEAD = ("colwise", "qkv_colwise", "rowwise")
 """Styles under which a projection of an attention module is cut between heads."""

@@ -10,19 +10,19 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from ds_trainer.trainer.setup import Run
 from ds_trainer.checkpoint.export import write_model_files
 from ds_trainer.checkpoint.rng import rng_state
+from ds_trainer.checkpoint.shard_reader import StoredState
 from ds_trainer.checkpoint.shard_writer import part_of, shards
 from ds_trainer.checkpoint.store import Checkpoint, RankState, SharedState, save
-from ds_trainer.checkpoint.shard_reader import StoredState
+from ds_trainer.distributed.consensus import agreed
 from ds_trainer.engines.base import Engine
 from ds_trainer.engines.state_handles import MASTER
 from ds_trainer.errors import CheckpointError
 from ds_trainer.log import rank
-from ds_trainer.distributed.consensus import agreed
 from ds_trainer.models.buffers import persistent_buffers
 from ds_trainer.trainer.resume_checks import describe_layout
+from ds_trainer.trainer.setup import Run
 
 _BUFFER, _ENGINE = "buffer.", "engine."
 

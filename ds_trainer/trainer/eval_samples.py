@@ -13,8 +13,8 @@ from ds_trainer.config.schema import EvaluationConfig
 from ds_trainer.data.loader import BatchLoader
 from ds_trainer.data.prompts import Prompt, first_prompts
 from ds_trainer.errors import ConfigError
-from ds_trainer.trainer.generation import Decoding, generate, require_generative, require_room
 from ds_trainer.log import get_logger, warn_once
+from ds_trainer.trainer.generation import Decoding, generate, require_generative, require_room
 
 if TYPE_CHECKING:
     from ds_trainer.trainer.setup import Run

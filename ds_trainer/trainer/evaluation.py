@@ -10,14 +10,14 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ds_trainer.data import batch_consistency as model_group
+from ds_trainer.data import batch_consistency
 from ds_trainer.data.loader import BatchLoader
-from ds_trainer.engines.base import Engine
-from ds_trainer.executors.base import Evaluated, Executor
-from ds_trainer.loss import IGNORE_INDEX, Batch, LossFunction, with_logits
 from ds_trainer.distributed.consensus import agreed
 from ds_trainer.distributed.process_groups import Mesh
+from ds_trainer.engines.base import Engine
+from ds_trainer.executors.base import Evaluated, Executor
 from ds_trainer.launch.signals import StopRequested
+from ds_trainer.loss import IGNORE_INDEX, Batch, LossFunction, with_logits
 
 
 @dataclass(frozen=True)
@@ -82,11 +82,11 @@ def run_evaluation(
             mesh.monitor.at(place)
             with agreed(mesh, place) as agreement:
                 batches = [batch for step in steps for batch in loader.step(step)]
-                own = model_group.digest(batches, mesh.grid)
-                agreement.values = (model_group.difference(own, mesh.grid),)
+                own = batch_consistency.digest(batches, mesh.grid)
+                agreement.values = (batch_consistency.difference(own, mesh.grid),)
             if agreement.stop:
                 raise StopRequested
-            model_group.require_same(agreement.sums[0], own, mesh, place)
+            batch_consistency.require_same(agreement.sums[0], own, mesh, place)
             local_tokens += sum(loss.num_tokens(batch) for batch in batches)
             found = executor.evaluate(batches, loss, collect_predictions)
             for _ in batches:

@@ -13,11 +13,11 @@ from transformers import GenerationConfig
 
 from ds_trainer.data.loader import padding_id
 from ds_trainer.data.prompts import encode_prompt
-from ds_trainer.errors import ConfigError, DataError
-from ds_trainer.trainer.evaluation import eval_mode
 from ds_trainer.distributed.consensus import agree, agreed
 from ds_trainer.distributed.process_groups import Mesh
+from ds_trainer.errors import ConfigError, DataError
 from ds_trainer.launch.signals import StopRequested
+from ds_trainer.trainer.evaluation import eval_mode
 
 if TYPE_CHECKING:
     from ds_trainer.trainer.setup import Run

@@ -9,23 +9,23 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
-from ds_trainer.trainer.setup import Run
 from ds_trainer.checkpoint.export import export_model
 from ds_trainer.checkpoint.store import open_checkpoint
 from ds_trainer.config.schema import RunConfig
-from ds_trainer.data.loader import BatchLoader
 from ds_trainer.data.dataset_consistency import same_everywhere
+from ds_trainer.data.loader import BatchLoader
+from ds_trainer.distributed.consensus import agree, agreed
 from ds_trainer.engines.base import Engine
 from ds_trainer.errors import ConfigError
-from ds_trainer.trainer.evaluation import EvaluationResult, prediction_metrics, run_evaluation
-from ds_trainer.trainer.eval_samples import continued, keep, show
-from ds_trainer.trainer.generation import Decoding, Messages, generate_texts
 from ds_trainer.log import get_logger
-from ds_trainer.distributed.consensus import agree, agreed
 from ds_trainer.metrics import EvalMetrics
 from ds_trainer.models.buffers import persistent_buffers
 from ds_trainer.run_folder import GENERATIONS, MODEL
 from ds_trainer.trainer.checkpoint_io import best_parameters
+from ds_trainer.trainer.eval_samples import continued, keep, show
+from ds_trainer.trainer.evaluation import EvaluationResult, prediction_metrics, run_evaluation
+from ds_trainer.trainer.generation import Decoding, Messages, generate_texts
+from ds_trainer.trainer.setup import Run
 from ds_trainer.trainer.state import TrainerState
 
 P = ParamSpec("P")

@@ -12,13 +12,13 @@ import torch
 from torch import nn
 
 from ds_trainer.config.backend import backend
-from ds_trainer.interop.hf.importer import from_hf
-from ds_trainer.interop.hf.fields import FIELDS, in_their_words
 from ds_trainer.config.io import load_config
 from ds_trainer.config.schema import RunConfig
 from ds_trainer.errors import ConfigError
-from ds_trainer.log import get_logger
+from ds_trainer.interop.hf.fields import FIELDS, in_their_words
+from ds_trainer.interop.hf.importer import from_hf
 from ds_trainer.launch.environment import grid_from_environment
+from ds_trainer.log import get_logger
 from ds_trainer.optim import LOOK_AT_WHOLE_TENSORS
 
 if TYPE_CHECKING:

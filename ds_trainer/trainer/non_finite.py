@@ -7,9 +7,9 @@ from typing import NoReturn
 
 from ds_trainer.config.schema import RunConfig
 from ds_trainer.data.sampler import GlobalBatchSampler
+from ds_trainer.distributed.process_groups import Mesh
 from ds_trainer.errors import NonFiniteError
 from ds_trainer.executors.step import StepLoss
-from ds_trainer.distributed.process_groups import Mesh
 
 
 class NonFinitePolicy:

@@ -12,11 +12,11 @@ from ds_trainer.config.backend import backend
 from ds_trainer.config.keys import flatten
 from ds_trainer.config.resolved import ResolvedConfig
 from ds_trainer.config.schema import ParallelConfig, RunConfig
+from ds_trainer.distributed.process_groups import Mesh
 from ds_trainer.engines.state_handles import MASTER
 from ds_trainer.errors import CheckpointError
 from ds_trainer.layout import ParameterSlice
 from ds_trainer.log import get_logger
-from ds_trainer.distributed.process_groups import Mesh
 from ds_trainer.trainer.state import TrainerState
 
 _SEQUENCES = "sequence parallelism"

@@ -22,10 +22,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ds_trainer.trainer.verify_setup import check_asked_is_got
+from ds_trainer.callbacks.best_metric import require_evaluations
 from ds_trainer.callbacks.trackers import check_trackers
-from ds_trainer.checkpoint.store import STATE, Checkpoint
 from ds_trainer.checkpoint.shard_reader import StoredWeights
+from ds_trainer.checkpoint.store import STATE, Checkpoint
 from ds_trainer.config.accelerate.launcher_conflicts import check_launched
 from ds_trainer.config.provenance import Asked
 from ds_trainer.config.rank_rules import check_ranks
@@ -33,53 +33,53 @@ from ds_trainer.config.resolve import resolve
 from ds_trainer.config.resolved import Machine, ResolvedConfig
 from ds_trainer.config.schema import RunConfig
 from ds_trainer.config.stage_assignment import check_stages, deal_out, num_stages, virtual_stages
+from ds_trainer.data.dataset_consistency import same_everywhere
 from ds_trainer.data.loader import BatchLoader
+from ds_trainer.data.loaders import Splits
 from ds_trainer.data.prepare import read_chat_template
 from ds_trainer.data.prompts import Prompt
-from ds_trainer.data.dataset_consistency import same_everywhere
-from ds_trainer.data.loaders import Splits
+from ds_trainer.distributed.consensus import agree, agreed
+from ds_trainer.distributed.device import probe_machine
+from ds_trainer.distributed.process_groups import Mesh, init_mesh
+from ds_trainer.distributed.store_barrier import awaited
 from ds_trainer.engines.base import Engine, EngineFacts, make_engine
 from ds_trainer.engines.dtypes import TORCH_DTYPES
 from ds_trainer.errors import ConfigError, ConfigErrors, EngineError, ModelError
-from ds_trainer.trainer.eval_samples import prompts_to_continue
 from ds_trainer.executors.accumulate import AccumulateExecutor
 from ds_trainer.executors.base import Executor
 from ds_trainer.executors.pipeline import PipelineExecutor
-from ds_trainer.trainer.inputs import Ingredients
+from ds_trainer.health.expected_wait import patience
+from ds_trainer.health.status import Timeouts
+from ds_trainer.host.deepspeed_ops import ensure_ops, required_ops
+from ds_trainer.host.preflight import check_machine
+from ds_trainer.launch import signals
+from ds_trainer.launch.environment import grid_from_environment
+from ds_trainer.launch.rank_grid import Grid
 from ds_trainer.log import get_logger, warn_once
 from ds_trainer.loss import LossFunction, make_loss
-from ds_trainer.launch import signals
-from ds_trainer.distributed.consensus import agree, agreed
-from ds_trainer.distributed.store_barrier import awaited
-from ds_trainer.distributed.device import probe_machine
-from ds_trainer.launch.rank_grid import Grid
-from ds_trainer.launch.environment import grid_from_environment
-from ds_trainer.distributed.process_groups import Mesh, init_mesh
-from ds_trainer.host.deepspeed_ops import ensure_ops, required_ops
-from ds_trainer.health.expected_wait import patience
-from ds_trainer.host.preflight import check_machine
-from ds_trainer.health.status import Timeouts
 from ds_trainer.models.build import build_model
 from ds_trainer.models.chunked_head import chunk_head
 from ds_trainer.models.hf import is_causal_lm, load_tokenizer
 from ds_trainer.models.hub import resolve_folder
 from ds_trainer.models.weight_source import ModuleWeights, WeightSource
-from ds_trainer.planning.checkpoint_spec import ModelSpec, read_spec
 from ds_trainer.optim import hand_over, make_optimizer
-from ds_trainer.run_folder import claimed
-from ds_trainer.planning.pp_costs import FACTS, ModelParts, Ranges
+from ds_trainer.parallel.model_split import ModelSplit
 from ds_trainer.parallel.pipeline.cut import cut_model
-from ds_trainer.parallel.pipeline.trace_model import refusal
-from ds_trainer.parallel.tied_parameters import StageParameters
-from ds_trainer.planning.pp_schedules import splits_backward, stages_of
 from ds_trainer.parallel.pipeline.deferred_linear import put_off_weight_gradients
 from ds_trainer.parallel.pipeline.stages import StagedModel
-from ds_trainer.callbacks.best_metric import require_evaluations
-from ds_trainer.trainer.resume_checks import check_layout, check_model, check_run, check_world, find_checkpoint
+from ds_trainer.parallel.pipeline.trace_model import refusal
+from ds_trainer.parallel.tensor.local_weights import LocalWeights
 from ds_trainer.parallel.tensor.parallelize import split_model
 from ds_trainer.parallel.tensor.vocab_parallel_head import make_cross_entropy
-from ds_trainer.parallel.model_split import ModelSplit
-from ds_trainer.parallel.tensor.local_weights import LocalWeights
+from ds_trainer.parallel.tied_parameters import StageParameters
+from ds_trainer.planning.checkpoint_spec import ModelSpec, read_spec
+from ds_trainer.planning.pp_costs import FACTS, ModelParts, Ranges
+from ds_trainer.planning.pp_schedules import splits_backward, stages_of
+from ds_trainer.run_folder import claimed
+from ds_trainer.trainer.eval_samples import prompts_to_continue
+from ds_trainer.trainer.inputs import Ingredients
+from ds_trainer.trainer.resume_checks import check_layout, check_model, check_run, check_world, find_checkpoint
+from ds_trainer.trainer.verify_setup import check_asked_is_got
 
 
 @dataclass(frozen=True)

@@ -11,34 +11,34 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import nn
 
-from ds_trainer.trainer.setup import assemble
 from ds_trainer.callbacks.hf import adapted
 from ds_trainer.callbacks.make import built_in_callbacks
+from ds_trainer.checkpoint.disk_space import require_room
 from ds_trainer.checkpoint.folder import remove_leftovers
 from ds_trainer.checkpoint.rng import set_rng_state
-from ds_trainer.checkpoint.disk_space import require_room
 from ds_trainer.checkpoint.store import STATE, Checkpoint, RankState
 from ds_trainer.checkpoint.trial_save import trial_save
+from ds_trainer.distributed.consensus import agree, agreed
+from ds_trainer.distributed.memory import peak_memory_bytes
+from ds_trainer.distributed.store_barrier import part_together
 from ds_trainer.engines.replica_check import check_replicas
 from ds_trainer.errors import ConfigError, DsTrainerError, UserError, tell
 from ds_trainer.executors.step import StepLoss, run_step
-from ds_trainer.trainer.inputs import ConfigSource, Ingredients, loaded_config
-from ds_trainer.log import get_logger, warn_once
 from ds_trainer.launch import signals
-from ds_trainer.distributed.consensus import agree, agreed
-from ds_trainer.distributed.store_barrier import part_together
-from ds_trainer.distributed.memory import peak_memory_bytes
 from ds_trainer.launch.signals import StopRequested
+from ds_trainer.log import get_logger, warn_once
 from ds_trainer.metrics import EvalMetrics, WindowMean
-from ds_trainer.trainer.inference import ModelCalls, guarded
-from ds_trainer.trainer.non_finite import NonFinitePolicy
 from ds_trainer.optim import lr_factor
 from ds_trainer.run_folder import claimed, set_aside_earlier_run
-from ds_trainer.trainer.checkpoint_manager import CheckpointKeeper
-from ds_trainer.trainer.resume_checks import check_length
 from ds_trainer.trainer.checkpoint_io import load_checkpoint, save_checkpoint
-from ds_trainer.trainer.trainer_state_io import put_back, take_snapshot
+from ds_trainer.trainer.checkpoint_manager import CheckpointKeeper
+from ds_trainer.trainer.inference import ModelCalls, guarded
+from ds_trainer.trainer.inputs import ConfigSource, Ingredients, loaded_config
+from ds_trainer.trainer.non_finite import NonFinitePolicy
+from ds_trainer.trainer.resume_checks import check_length
+from ds_trainer.trainer.setup import assemble
 from ds_trainer.trainer.state import TrainerControl, TrainerState
+from ds_trainer.trainer.trainer_state_io import put_back, take_snapshot
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments

@@ -8,10 +8,10 @@ from typing import Any
 from ds_trainer.config.backend import backend
 from ds_trainer.config.keys import value
 from ds_trainer.config.resolved import ResolvedConfig
+from ds_trainer.distributed.process_groups import Mesh
 from ds_trainer.engines.base import Engine, EngineFacts
 from ds_trainer.errors import EngineError
 from ds_trainer.log import get_logger, warn_once
-from ds_trainer.distributed.process_groups import Mesh
 
 NVME_MINIMUM = "DeepSpeed leaves sub-groups and partitions under 1 MiB per rank in memory"
 

@@ -14,10 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 
-import ds_trainer.trainer.setup as assembly
 from ds_trainer.errors import MachineError, ModelError, exit_on_user_error
-from ds_trainer.host import preflight
-from ds_trainer.host import toolchain
+from ds_trainer.host import preflight, toolchain
+from ds_trainer.trainer import setup
 from ds_trainer.trainer.trainer import Trainer
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.launch import chats, run_folder, write_jsonl
@@ -201,7 +200,7 @@ def stale_lock(folder):
 
 def no_tokenizer_on_rank_1(folder):
     if os.environ["RANK"] == "1":
-        assembly.load_tokenizer = refuse
+        setup.load_tokenizer = refuse
 
 
 def refuse(*args):

@@ -11,12 +11,12 @@ import torch.distributed as dist
 from torch import nn
 
 from ds_trainer.config.schema import ParallelConfig
-from ds_trainer.launch.environment import grid_from_environment
 from ds_trainer.distributed.process_groups import Mesh, init_mesh
+from ds_trainer.launch.environment import grid_from_environment
 from ds_trainer.models.weight_source import ModuleWeights
-from ds_trainer.parallel.tensor.parallelize import split_model
 from ds_trainer.parallel.model_split import ModelSplit
 from ds_trainer.parallel.tensor.local_weights import LocalWeights
+from ds_trainer.parallel.tensor.parallelize import split_model
 
 
 def tensor_mesh() -> Mesh:

@@ -13,20 +13,20 @@ import transformers
 from torch import nn
 
 from ds_trainer.config.schema import ParallelConfig
+from ds_trainer.distributed.process_groups import Mesh, init_mesh
 from ds_trainer.errors import UserError
+from ds_trainer.launch.environment import grid_from_environment
 from ds_trainer.layout import Cut
 from ds_trainer.log import get_logger
 from ds_trainer.loss import CrossEntropy, shifted_labels
-from ds_trainer.launch.environment import grid_from_environment
-from ds_trainer.distributed.process_groups import Mesh, init_mesh
 from ds_trainer.models.scaled_down import VOCAB, causal_lm, scaled_down
 from ds_trainer.models.skeleton import skeleton
 from ds_trainer.models.weight_source import ModuleWeights
+from ds_trainer.parallel.model_split import ModelSplit
+from ds_trainer.parallel.tensor.local_weights import LocalWeights
 from ds_trainer.parallel.tensor.parallelize import split_model
 from ds_trainer.parallel.tensor.vocab_parallel_head import make_cross_entropy
 from ds_trainer.planning.tp_plan import TensorPlan, plan_for
-from ds_trainer.parallel.model_split import ModelSplit
-from ds_trainer.parallel.tensor.local_weights import LocalWeights
 
 TOLERANCE = 1e-4
 """Of each gradient's largest element, and of the loss: fp32, sums in another order, of which some all but cancel out.

@@ -13,9 +13,9 @@ from accelerate import Accelerator, PartialState
 from accelerate.utils import TorchDynamoPlugin
 from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 
-from ds_trainer.engines.accelerate.factory import ddp as accelerate_ddp
-from ds_trainer.engines.accelerate.factory import deepspeed as accelerate_deepspeed
-from ds_trainer.engines.accelerate.factory import fsdp2 as accelerate_fsdp2
+from ds_trainer.engines.accelerate import ddp as accelerate_ddp
+from ds_trainer.engines.accelerate import deepspeed as accelerate_deepspeed
+from ds_trainer.engines.accelerate import fsdp2 as accelerate_fsdp2
 from tests.helpers.resume import train
 from tests.helpers.runs import largest_difference, make_trainer, weights
 from tests.helpers.tiny import tiny_llama

@@ -9,13 +9,13 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from ds_trainer.errors import DataError, exit_on_user_error
 from ds_trainer.distributed.consensus import agree, agreed
-from ds_trainer.launch.rank_grid import Grid
 from ds_trainer.distributed.process_groups import init_mesh
+from ds_trainer.errors import DataError, exit_on_user_error
 from ds_trainer.health.expected_wait import patience
 from ds_trainer.health.local_peers import Introduction
 from ds_trainer.health.status import DEFAULTS, Timeouts
+from ds_trainer.launch.rank_grid import Grid
 from tests.helpers.failing import due, run_ranks
 
 WHERE = "rank 1, step 3, samples [31, 7]"

@@ -16,8 +16,8 @@ from ds_trainer.callbacks.base import Callback
 from ds_trainer.data.prompts import encode_prompt
 from ds_trainer.engines.introspect import storage_bytes
 from ds_trainer.errors import ConfigError, DataError
-from ds_trainer.trainer.generation import Decoding, generate
 from ds_trainer.launch.signals import EXIT_CODE
+from ds_trainer.trainer.generation import Decoding, generate
 from ds_trainer.trainer.trainer import Trainer
 from tests.helpers.runs import D8, collate, make_trainer, run_config, weights
 from tests.helpers.tiny import tiny_llama

@@ -7,8 +7,8 @@ from transformers import TrainingArguments
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from ds_trainer.errors import ConfigError, ConfigErrors
-from ds_trainer.log import get_logger
 from ds_trainer.host.deepspeed_ops import disable_shm_comm
+from ds_trainer.log import get_logger
 from ds_trainer.trainer.trainer import Trainer
 from tests.helpers.runs import D8, collate, make_trainer
 from tests.helpers.tiny import tiny_llama

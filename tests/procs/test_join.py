@@ -9,8 +9,8 @@ from datetime import timedelta
 import pytest
 import torch
 
+from ds_trainer.distributed import rendezvous
 from ds_trainer.errors import MachineError
-from ds_trainer.distributed import rendezvous as join
 from ds_trainer.launch.rank_grid import Grid
 from tests.helpers.launch import free_port
 
@@ -19,7 +19,7 @@ def meet(port):
     """On each rank: what the other one wrote into the store that both have joined."""
     rank = int(os.environ["RANK"])
     os.environ["MASTER_PORT"] = str(port)
-    store = join.join_store(Grid(2, rank, rank, 2))
+    store = rendezvous.join_store(Grid(2, rank, rank, 2))
     store.set(f"from {rank}", f"rank {rank}")
     heard = store.get(f"from {1 - rank}").decode()
     torch.distributed.barrier()  # The store ends with rank 0.
@@ -32,11 +32,11 @@ def test_ranks_share_one_store(world):
 
 def wait_in_vain(rank, port):
     """One rank of two, alone: the two parts of its error, and what it said before."""
-    join._SILENCE_S, join._STRANGER_S = 0.0, 0.5
+    rendezvous._SILENCE_S, rendezvous._STRANGER_S = 0.0, 0.5
     os.environ["MASTER_PORT"] = str(port)
     said = io.StringIO()
     with redirect_stderr(said), pytest.raises(MachineError) as error:
-        join.join_store(Grid(2, rank, rank, 2), timedelta(seconds=1))
+        rendezvous.join_store(Grid(2, rank, rank, 2), timedelta(seconds=1))
     return error.value.found, error.value.change, said.getvalue()
 
 

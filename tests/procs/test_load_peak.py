@@ -47,10 +47,10 @@ def checkpoint(tmp_path_factory):
 
 def load_peak(out: Path, checkpoint: Path, engine: str, tp: int = 1) -> float:
     """Peak of this rank's anonymous memory above that before the run, as a share of the fp32 model."""
-    from ds_trainer.trainer.trainer import setup as assembly
+    from ds_trainer.trainer import setup
 
     batch = {"micro_size": None, "accumulation": 1}
-    stop = patch.object(assembly, "make_optimizer", side_effect=Loaded)
+    stop = patch.object(setup, "make_optimizer", side_effect=Loaded)
     with stop, rss_anon_peak() as peak, pytest.raises(Loaded):
         make_trainer(engine, out, model=checkpoint, batch=batch, parallel={"tp": tp})
     return peak.bytes / (checkpoint / "model.safetensors").stat().st_size

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from ds_trainer.callbacks.base import Callback
-from ds_trainer.engines.introspect import local_part, storage_bytes
 from ds_trainer.config.memory_needs import row_of
+from ds_trainer.engines.introspect import local_part, storage_bytes
 from tests.helpers.runs import make_trainer
 from tests.helpers.tiny import samples, tiny_llama
 

@@ -15,8 +15,8 @@ import pytest
 
 from ds_trainer import log
 from ds_trainer.callbacks.base import Callback
-from ds_trainer.errors import EngineError, MachineError
 from ds_trainer.config.memory_needs import row_of
+from ds_trainer.errors import EngineError, MachineError
 from tests.helpers.runs import make_trainer, weights
 from tests.helpers.tiny import tiny_llama
 

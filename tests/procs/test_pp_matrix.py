@@ -8,9 +8,9 @@ from unittest import mock
 import pytest
 
 from ds_trainer.models.blocks import with_hidden_states
-from ds_trainer.parallel.pipeline.make_families import stages
-from ds_trainer.planning.checkpoint_spec import families
+from ds_trainer.parallel.make_families import stages
 from ds_trainer.parallel.pipeline.cut import cut_model
+from ds_trainer.planning.checkpoint_spec import families
 from tests.matrix import pp_compare
 from tests.matrix.compare import worst
 from tests.matrix.pp import TABLE, run, table

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from ds_trainer.errors import DataError, ModelError
+from ds_trainer.parallel.pipeline.deferred_linear import put_off_weight_gradients
 from ds_trainer.parallel.pipeline.runtime import PipelineRuntime
 from ds_trainer.planning.pp_schedules import forward_only, make_schedule, stages_of
-from ds_trainer.parallel.pipeline.deferred_linear import put_off_weight_gradients
 from ds_trainer.planning.pp_timeline import simulate
 
 INPUTS, HIDDEN, CLASSES = 5, 7, 3

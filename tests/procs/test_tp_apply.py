@@ -16,8 +16,8 @@ from ds_trainer.config.schema import ParallelConfig
 from ds_trainer.errors import ModelError
 from ds_trainer.launch.rank_grid import Grid
 from ds_trainer.parallel.tensor.parallelize import split_model
-from ds_trainer.planning.tp_plan import STYLE_NAMES
 from ds_trainer.parallel.tensor.styles import STYLES
+from ds_trainer.planning.tp_plan import STYLE_NAMES
 from tests.helpers.tensor_parallel import from_all_ranks, split_copy
 from tests.helpers.threads import Communication
 from tests.helpers.tiny import tiny_llama

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from ds_trainer.data.loader import BatchLoader
 from ds_trainer.data.dataset_consistency import same_everywhere
+from ds_trainer.data.loader import BatchLoader
 from ds_trainer.data.sampler import GlobalBatchSampler
+from ds_trainer.distributed.process_groups import init_mesh
 from ds_trainer.errors import DataError
 from ds_trainer.launch.rank_grid import Grid
-from ds_trainer.distributed.process_groups import init_mesh
 from tests.helpers.runs import D8, collate, make_trainer
 from tests.helpers.tiny import oracle, tiny_llama
 

@@ -7,12 +7,12 @@ from threading import Barrier, get_ident
 
 import pytest
 
-from ds_trainer.errors import DataError, DesyncError, MachineError, UserError
-from ds_trainer.launch import signals
 from ds_trainer.distributed.consensus import agree, agreed
-from ds_trainer.launch.rank_grid import Grid
+from ds_trainer.errors import DataError, DesyncError, MachineError, UserError
 from ds_trainer.health.main_thread import MainThread
 from ds_trainer.health.monitor import Monitor
+from ds_trainer.launch import signals
+from ds_trainer.launch.rank_grid import Grid
 
 THIS = Path(__file__).relative_to(Path.cwd()) if Path(__file__).is_relative_to(Path.cwd()) else Path(__file__)
 

@@ -4,7 +4,7 @@ from collections import namedtuple
 
 import pytest
 
-from ds_trainer.checkpoint import disk_space as room
+from ds_trainer.checkpoint import disk_space
 from ds_trainer.config.schema import RunConfig
 from ds_trainer.errors import MachineError
 from ds_trainer.trainer.checkpoint_manager import CheckpointKeeper
@@ -15,10 +15,10 @@ PARAMETERS = 10**9
 
 
 def require(monkeypatch, caplog, free_gb, saves, **sections):
-    monkeypatch.setattr(room.shutil, "disk_usage", lambda path: Usage(free_gb * 1e9))
+    monkeypatch.setattr(disk_space.shutil, "disk_usage", lambda path: Usage(free_gb * 1e9))
     said = []
-    monkeypatch.setattr(room.get_logger(), "warning", lambda text, *args: said.append(text % args))
-    room.require_room(RunConfig.model_validate(sections), PARAMETERS, saves)
+    monkeypatch.setattr(disk_space.get_logger(), "warning", lambda text, *args: said.append(text % args))
+    disk_space.require_room(RunConfig.model_validate(sections), PARAMETERS, saves)
     return said
 
 

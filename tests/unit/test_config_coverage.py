@@ -6,15 +6,15 @@ from typing import get_args
 import pytest
 from pydantic import ValidationError
 
-from ds_trainer.config.key_support import coverage, covered_engines
 from ds_trainer.config.deepspeed.arguments import to_deepspeed
 from ds_trainer.config.io import load_config
+from ds_trainer.config.key_support import coverage, covered_engines
 from ds_trainer.config.keys import assign, default, flatten, leaf_fields
 from ds_trainer.config.resolve import resolve
 from ds_trainer.config.resolved import Machine
 from ds_trainer.config.schema import RunConfig
-from ds_trainer.interop.torch.snippet import ddp_snippet, fsdp2_snippet
 from ds_trainer.errors import ConfigErrors
+from ds_trainer.interop.torch.snippet import ddp_snippet, fsdp2_snippet
 
 GPU = Machine(4, "cuda", ("fp32", "bf16", "fp16"), "Ampere")
 NVME = {"device": "nvme", "nvme_path": "/n", "buffer_count": 12}

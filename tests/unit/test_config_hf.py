@@ -12,21 +12,21 @@ from transformers import Trainer, TrainingArguments
 from transformers.optimization import get_scheduler
 
 from ds_trainer.cli import main
-from ds_trainer.interop.accelerate.snippet import accelerate_snippet
 from ds_trainer.config.backend import backend
 from ds_trainer.config.deepspeed.arguments import to_deepspeed
-from ds_trainer.interop.hf.importer import from_hf
-from ds_trainer.interop.hf.fields import FIELDS, SAME, in_their_words
-from ds_trainer.interop.hf.notes import ENGINES, SAID, UNSAID, reason
-from ds_trainer.interop.hf.exporter import hf_snippet, to_hf
-from ds_trainer.interop.import_report import report
 from ds_trainer.config.io import load_config
 from ds_trainer.config.keys import flatten, leaf_fields, leaf_values
 from ds_trainer.config.resolve import resolve
 from ds_trainer.config.resolved import Machine
 from ds_trainer.errors import ConfigError, ConfigErrors
-from ds_trainer.trainer.inputs import config_of_arguments
+from ds_trainer.interop.accelerate.snippet import accelerate_snippet
+from ds_trainer.interop.hf.exporter import hf_snippet, to_hf
+from ds_trainer.interop.hf.fields import FIELDS, SAME, in_their_words
+from ds_trainer.interop.hf.importer import from_hf
+from ds_trainer.interop.hf.notes import ENGINES, SAID, UNSAID, reason
+from ds_trainer.interop.import_report import report
 from ds_trainer.optim import lr_factor
+from ds_trainer.trainer.inputs import config_of_arguments
 from tests.test_configs_shipped import FOLDER, MACHINES, TABLE, WHOLE_MODELS
 
 CPU = Machine(2, "cpu", ("fp32",), "a CPU")

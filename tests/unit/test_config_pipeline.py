@@ -20,9 +20,9 @@ from ds_trainer.config.resolve import resolve, total_steps
 from ds_trainer.config.resolved import Machine
 from ds_trainer.config.schema import BatchConfig
 from ds_trainer.config.torch.arguments import fsdp2_arguments
-from ds_trainer.interop.torch.snippet import ddp_snippet, fsdp2_snippet
 from ds_trainer.errors import ConfigError, ConfigErrors
 from ds_trainer.host.preflight import host_parts
+from ds_trainer.interop.torch.snippet import ddp_snippet, fsdp2_snippet
 from ds_trainer.planning.checkpoint_spec import read_spec
 from ds_trainer.planning.pp_schedules import NAMES
 from tests.helpers.deepspeed_reads import accept

@@ -15,16 +15,16 @@ from ds_trainer.config.machine import probe_machine_pure
 from ds_trainer.config.resolve import resolve
 from ds_trainer.config.resolved import Machine
 from ds_trainer.config.schema import ParallelConfig
-from ds_trainer.config.tp_rules import shares_of
 from ds_trainer.config.torch.arguments import fsdp2_arguments
-from ds_trainer.interop.torch.snippet import ddp_snippet, fsdp2_snippet
+from ds_trainer.config.tp_rules import shares_of
 from ds_trainer.errors import ConfigErrors, ModelError
-from ds_trainer.launch.rank_grid import Grid
 from ds_trainer.host.preflight import host_parts
+from ds_trainer.interop.torch.snippet import ddp_snippet, fsdp2_snippet
+from ds_trainer.launch.rank_grid import Grid
 from ds_trainer.planning.checkpoint_spec import read_spec
+from ds_trainer.planning.tp_divisibility import Unit, refusal, working_sizes
 from ds_trainer.planning.tp_plan import plan_for
 from ds_trainer.planning.tp_shards import Shares
-from ds_trainer.planning.tp_divisibility import Unit, refusal, working_sizes
 from tests.helpers.deepspeed_reads import accept
 
 GPUS = Machine(8, "cuda", ("fp32", "bf16", "fp16"), "Ampere")

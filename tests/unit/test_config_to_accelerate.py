@@ -15,16 +15,16 @@ from accelerate.utils import DDPCommunicationHookType, FullyShardedDataParallelP
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 from torch.distributed.fsdp import CPUOffloadPolicy
 
-from ds_trainer.interop.accelerate.notes import accelerate_notes
-from ds_trainer.interop.accelerate.snippet import accelerate_snippet
-from ds_trainer.config.accelerate.launcher_conflicts import check_launched
 from ds_trainer.config.accelerate.arguments import to_accelerate_yaml
+from ds_trainer.config.accelerate.launcher_conflicts import check_launched
 from ds_trainer.config.deepspeed.arguments import to_deepspeed
 from ds_trainer.config.io import load_config
 from ds_trainer.config.resolve import resolve
 from ds_trainer.config.resolved import Machine
 from ds_trainer.config.torch.arguments import ddp_arguments, fsdp2_arguments
 from ds_trainer.errors import ConfigErrors
+from ds_trainer.interop.accelerate.notes import accelerate_notes
+from ds_trainer.interop.accelerate.snippet import accelerate_snippet
 
 GPUS = Machine(4, "cuda", ("fp32", "bf16", "fp16"), "computes in bf16")
 BATCH = {"batch": {"accumulation": 3, "micro_size": 2}, "optimizer": {"max_grad_norm": 0.5}}

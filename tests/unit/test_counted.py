@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ds_trainer.engines.introspect import tensor_ranks
 from ds_trainer.engines.deepspeed.mpu import counts_in_norm
+from ds_trainer.engines.introspect import tensor_ranks
 from ds_trainer.errors import EngineError
 from ds_trainer.layout import Cut
 from ds_trainer.parallel.model_split import ModelSplit

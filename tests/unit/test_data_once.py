@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from ds_trainer.data import build_once as once
 from ds_trainer.data.build_once import build_once
 from ds_trainer.errors import DataError
 from ds_trainer.launch import signals
@@ -130,7 +129,7 @@ def test_what_exists_is_not_built_again(tmp_path):
 @pytest.mark.parametrize("rank, says", [("0", True), ("1", False)])
 def test_only_rank_0_says_that_it_waits_and_only_when_the_builder_is_slow(tmp_path, monkeypatch, capfd, rank, says):
     def take_part(patience):
-        monkeypatch.setattr(once, "PATIENCE_S", patience)
+        monkeypatch.setattr("ds_trainer.data.build_once.PATIENCE_S", patience)
         monkeypatch.setenv("RANK", rank)
         target, begun = tmp_path / str(patience), threading.Event()
 

@@ -3,9 +3,9 @@
 import pytest
 
 from ds_trainer.cli import main
+from ds_trainer.distributed import device
 from ds_trainer.errors import MachineError
 from ds_trainer.host import doctor
-from ds_trainer.distributed import device
 
 
 def findings():

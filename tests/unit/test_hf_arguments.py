@@ -7,10 +7,10 @@ import pytest
 from transformers import TrainingArguments
 
 from ds_trainer.callbacks.hf_arguments import Arguments
-from ds_trainer.interop.hf.fields import SAME
 from ds_trainer.config.keys import FOREIGN_SPELLINGS, leaf_fields
 from ds_trainer.config.schema import RunConfig
 from ds_trainer.errors import ConfigError
+from ds_trainer.interop.hf.fields import SAME
 from ds_trainer.launch.rank_grid import Grid
 
 PROPERTIES = {"process_index", "local_process_index", "world_size"}

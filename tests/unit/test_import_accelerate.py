@@ -9,13 +9,13 @@ from accelerate.commands.to_fsdp2 import ConversionStatus, convert_config_to_fsd
 from accelerate.utils import constants
 from accelerate.utils.dataclasses import ComputeEnvironment, DistributedType, DynamoBackend, PrecisionType
 
-from ds_trainer.interop.accelerate.enums import FSDP_WORDS, STRATEGIES, WORDS
-from ds_trainer.interop.accelerate.importer import from_accelerate
 from ds_trainer.config.accelerate.arguments import to_accelerate_yaml
 from ds_trainer.config.backend import backend
 from ds_trainer.config.io import load_config
 from ds_trainer.config.keys import flatten, value
 from ds_trainer.errors import ConfigError, ConfigErrors
+from ds_trainer.interop.accelerate.enums import FSDP_WORDS, STRATEGIES, WORDS
+from ds_trainer.interop.accelerate.importer import from_accelerate
 from tests.helpers.foreign_configs import (
     ACCELERATE_DEEPSPEED_FILE,
     ACCELERATE_FILES,

@@ -9,14 +9,14 @@ import pytest
 import yaml
 
 from ds_trainer.cli import main
+from ds_trainer.config.foreign_files import load_native
+from ds_trainer.config.io import load_config
+from ds_trainer.config.keys import assign, flatten
+from ds_trainer.errors import ConfigErrors
 from ds_trainer.interop.accelerate.importer import from_accelerate
 from ds_trainer.interop.deepspeed.importer import from_deepspeed
 from ds_trainer.interop.import_report import report
 from ds_trainer.interop.import_result import LAUNCHERS, Imported
-from ds_trainer.config.io import load_config
-from ds_trainer.config.keys import assign, flatten
-from ds_trainer.config.foreign_files import load_native
-from ds_trainer.errors import ConfigErrors
 from tests.helpers.foreign_configs import ACCELERATE_FILES, DEEPSPEED_FILES, DEEPSPEED_TUTORIAL, HF_ZERO3
 
 

@@ -7,14 +7,14 @@ from deepspeed.runtime import lr_schedules
 from deepspeed.runtime.tensor_parallel.config import TPTrainingConfig
 
 from ds_trainer.config.backend import backend
-from ds_trainer.config.key_support import coverage
-from ds_trainer.interop.deepspeed.importer import from_deepspeed
 from ds_trainer.config.deepspeed.arguments import to_deepspeed
 from ds_trainer.config.io import load_config
+from ds_trainer.config.key_support import coverage
 from ds_trainer.config.keys import assign, flatten, leaf_fields, value
 from ds_trainer.config.resolve import resolve
 from ds_trainer.config.resolved import Machine
 from ds_trainer.errors import ConfigError
+from ds_trainer.interop.deepspeed.importer import from_deepspeed
 from ds_trainer.optim import lr_factor
 from tests.helpers.deepspeed_reads import accept
 from tests.helpers.foreign_configs import DEEPSPEED_FILES

@@ -3,8 +3,8 @@
 import pytest
 
 from ds_trainer.errors import MachineError
-from ds_trainer.launch.rank_grid import Grid
 from ds_trainer.launch.environment import check_local_rank, grid_from_environment, read_launch
+from ds_trainer.launch.rank_grid import Grid
 from ds_trainer.launch.slurm import first_host, started_by_srun
 
 TORCH = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}

@@ -10,11 +10,11 @@ import time
 import pytest
 
 from ds_trainer.cli import main
-from ds_trainer.launch import local_launcher as ranks
 from ds_trainer.cli import train as train_command
 from ds_trainer.errors import ConfigError
-from ds_trainer.launch.rank_grid import Grid
+from ds_trainer.launch import local_launcher
 from ds_trainer.launch.environment import read_launch
+from ds_trainer.launch.rank_grid import Grid
 
 PLAIN = {name: value for name, value in os.environ.items() if name in ("PATH", "HOME")}
 
@@ -33,7 +33,7 @@ def exits_with(*codes):
 
 def places(folder, environ):
     show = python("open(f\"{sys.argv[1]}/{os.environ['RANK']}\", 'w').write(json.dumps(dict(os.environ)))", folder)
-    assert ranks.run_ranks(show, 2, environ) == 0
+    assert local_launcher.run_ranks(show, 2, environ) == 0
     return [json.loads((folder / str(rank)).read_text()) for rank in range(2)]
 
 
@@ -54,22 +54,22 @@ def test_what_the_user_set_is_kept(tmp_path):
     [((0, 0), 0), ((2, 2), 2), ((0, 75), 75), ((75, 75), 75), ((2, 1), 2), ((0, -signal.SIGKILL), 137)],
 )
 def test_the_exit_code_is_that_of_the_first_rank_that_failed(codes, code):
-    assert ranks.run_ranks(exits_with(*codes), 2, PLAIN) == code
+    assert local_launcher.run_ranks(exits_with(*codes), 2, PLAIN) == code
 
 
 def test_a_rank_that_stays_behind_one_that_failed_is_killed(monkeypatch, capsys):
-    monkeypatch.setattr(ranks, "_GRACE_S", 0.3)
+    monkeypatch.setattr(local_launcher, "_GRACE_S", 0.3)
     stays = python("sys.exit(3) if os.environ['RANK'] == '1' else time.sleep(60)")
     began = time.monotonic()
-    assert ranks.run_ranks(stays, 2, PLAIN) == 3
+    assert local_launcher.run_ranks(stays, 2, PLAIN) == 3
     assert time.monotonic() - began < 20
     assert "ranks [0] did not end" in capsys.readouterr().err
 
 
 def test_ranks_of_a_stopped_run_may_end_one_long_after_another(monkeypatch):
-    monkeypatch.setattr(ranks, "_GRACE_S", 0.1)
+    monkeypatch.setattr(local_launcher, "_GRACE_S", 0.1)
     uploads = python("time.sleep(1 if os.environ['RANK'] == '0' else 0); sys.exit(75)")
-    assert ranks.run_ranks(uploads, 2, PLAIN) == 75
+    assert local_launcher.run_ranks(uploads, 2, PLAIN) == 75
 
 
 @pytest.mark.case("F10")
@@ -103,7 +103,7 @@ INSIDE = {
 @pytest.mark.parametrize(("environ", "found"), INSIDE.values(), ids=INSIDE)
 def test_inside_another_launcher_it_is_refused(environ, found):
     with pytest.raises(ConfigError, match=f"--nproc, and the environment has {found}") as error:
-        ranks.run_ranks(exits_with(0, 0), 2, environ)
+        local_launcher.run_ranks(exits_with(0, 0), 2, environ)
     assert "leave --nproc out" in error.value.change
 
 
@@ -116,7 +116,7 @@ def test_inside_another_launcher_it_is_refused(environ, found):
     ids=["batch script", "srun with one task"],
 )
 def test_slurm_may_have_started_the_one_process_that_starts_the_ranks(environ):
-    assert ranks.run_ranks(exits_with(0, 0), 2, PLAIN | environ) == 0
+    assert local_launcher.run_ranks(exits_with(0, 0), 2, PLAIN | environ) == 0
 
 
 def test_a_rank_gets_the_command_line_but_for_the_number_of_ranks(monkeypatch, tmp_path):

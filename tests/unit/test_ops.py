@@ -12,8 +12,7 @@ import pytest
 from ds_trainer.config.resolved import Machine, ResolvedConfig
 from ds_trainer.config.schema import RunConfig
 from ds_trainer.errors import MachineError
-from ds_trainer.host import deepspeed_ops as ops
-from ds_trainer.host import toolchain
+from ds_trainer.host import deepspeed_ops, toolchain
 from ds_trainer.host.build_lock import build_lock, clear_torch_lock, lock_holder, stale_locks
 
 HOLD = "import sys, time; f = open(sys.argv[1], 'a'); print('held', flush=True); time.sleep(60)"
@@ -38,19 +37,19 @@ def run_of(optimizer="adamw", implementation="deepspeed_cpu", engine="deepspeed"
     ],
 )
 def test_a_run_needs_only_the_ops_that_its_offload_uses(resolved, needed):
-    assert ops.required_ops(resolved) == needed
+    assert deepspeed_ops.required_ops(resolved) == needed
 
 
 def test_ops_go_to_the_environment_unless_a_folder_is_named(monkeypatch, tmp_path):
     monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
     monkeypatch.setenv("PATH", "/usr/bin")
-    ops.use_own_extensions_dir()
+    deepspeed_ops.use_own_extensions_dir()
     assert os.environ["TORCH_EXTENSIONS_DIR"] == str(tmp_path / "torch_extensions")
     assert os.environ["PATH"] == f"{tmp_path}/bin:/usr/bin"
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", "/elsewhere")
-    ops.use_own_extensions_dir()
-    assert ops.extensions_dir() == Path("/elsewhere")
+    deepspeed_ops.use_own_extensions_dir()
+    assert deepspeed_ops.extensions_dir() == Path("/elsewhere")
     assert os.environ["PATH"] == f"{tmp_path}/bin:/usr/bin"
 
 
@@ -59,11 +58,11 @@ def test_an_op_counts_as_built_only_for_the_environment_that_built_it(monkeypatc
     folder = tmp_path / "cpu_adam"
     folder.mkdir()
     (folder / "cpu_adam.so").touch()
-    assert not ops.is_built("cpu_adam")
-    (folder / "ds_trainer.json").write_text(json.dumps(ops._build_key()))
-    assert ops.is_built("cpu_adam")
-    monkeypatch.setattr(ops.torch, "__version__", "1.0")
-    assert not ops.is_built("cpu_adam")
+    assert not deepspeed_ops.is_built("cpu_adam")
+    (folder / "ds_trainer.json").write_text(json.dumps(deepspeed_ops._build_key()))
+    assert deepspeed_ops.is_built("cpu_adam")
+    monkeypatch.setattr(deepspeed_ops.torch, "__version__", "1.0")
+    assert not deepspeed_ops.is_built("cpu_adam")
 
 
 @pytest.fixture
@@ -142,7 +141,7 @@ def test_a_missing_compiler_is_named_with_the_package_and_the_key(monkeypatch, t
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(MachineError) as error:
-        ops.ensure_ops(["cpu_adam"])
+        deepspeed_ops.ensure_ops(["cpu_adam"])
     assert "no C++ compiler (no-such-compiler)" in error.value.found
     assert "g++" in error.value.change
     assert "zero.offload_optimizer.device" in error.value.change

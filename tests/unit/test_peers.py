@@ -8,9 +8,9 @@ import time
 
 import pytest
 
-from ds_trainer.health.shared_status import BlackBox
 from ds_trainer.health.local_peers import Introduction, Peers
 from ds_trainer.health.rank_position import Whereabouts
+from ds_trainer.health.shared_status import BlackBox
 
 CHILD = """
 import time

@@ -8,8 +8,8 @@ from ds_trainer.config.resolved import Machine, ModelSize, ResolvedConfig
 from ds_trainer.config.schema import RunConfig
 from ds_trainer.errors import MachineError
 from ds_trainer.host import preflight
-from ds_trainer.launch.rank_grid import Grid
 from ds_trainer.host.host_memory import cgroup_available_bytes
+from ds_trainer.launch.rank_grid import Grid
 
 Usage = namedtuple("Usage", "total used free")
 

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from ds_trainer.data.encode import IGNORE, encode
 from ds_trainer.data.loader import BatchLoader, pad_collate
 from ds_trainer.data.prompts import Prompt, encode_prompt, first_prompts
 from ds_trainer.data.sampler import GlobalBatchSampler
-from ds_trainer.data.encode import IGNORE, encode
 from ds_trainer.errors import DataError
 from tests.helpers.tokenizers import MARKED_TEMPLATE, make_tokenizer
 

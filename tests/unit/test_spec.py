@@ -139,14 +139,15 @@ def test_a_hub_id_is_found_in_the_local_cache_without_a_network(tmp_path, monkey
 
 def test_reading_a_spec_loads_neither_torch_nor_transformers():
     code = (
-        "import sys, ds_trainer.planning.checkpoint_spec, ds_trainer.models.hub; print({'torch', 'transformers'} & set(sys.modules))"
+        "import sys, ds_trainer.planning.checkpoint_spec, ds_trainer.models.hub; "
+        "print({'torch', 'transformers'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
 
 
 def test_the_shipped_table_is_what_the_installed_transformers_says():
-    from ds_trainer.parallel.pipeline.make_families import family
+    from ds_trainer.parallel.make_families import family
 
     told = {name: family(name) for name in families()}
     assert told == {name: {key: vars(row)[key] for key in told[name]} for name, row in families().items()}, REMAKE
@@ -154,6 +155,6 @@ def test_the_shipped_table_is_what_the_installed_transformers_says():
 
 @pytest.mark.slow
 def test_the_shipped_table_is_what_small_models_show():
-    from ds_trainer.parallel.pipeline.make_families import make_families
+    from ds_trainer.parallel.make_families import make_families
 
     assert {name: vars(row) for name, row in families().items()} == make_families(), REMAKE

@@ -8,8 +8,10 @@ import weakref
 
 import pytest
 
+from ds_trainer import config, engines
 from ds_trainer.health import stacks
 from ds_trainer.health.expected_wait import patience, patient
+from ds_trainer.parallel import pipeline
 
 
 @pytest.fixture
@@ -82,6 +84,9 @@ def frame_in(filename):
         ("/lib/deepspeed/comm/comm.py", True),
         ("/lib/torch/utils/data/dataloader.py", False),
         ("/home/me/train.py", False),
+        (pipeline.runtime.__file__, True),
+        (engines.deepspeed.engine.__file__, False),
+        (config.deepspeed.arguments.__file__, False),
     ],
 )
 def test_standing_still_in_a_collective_is_waiting_for_ranks(filename, waits):

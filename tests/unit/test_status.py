@@ -2,8 +2,8 @@
 
 import pytest
 
-from ds_trainer.health.status import Status, Timeouts, judge
 from ds_trainer.health.rank_position import Whereabouts, sample_text
+from ds_trainer.health.status import Status, Timeouts, judge
 
 LIMITS = Timeouts(stuck_s=20.0, collective_s=600.0)
 

@@ -7,8 +7,8 @@ from transformers.pytorch_utils import Conv1D
 
 from ds_trainer.layout import Cut
 from ds_trainer.parallel.tensor.collectives import gather_sequence, scatter_sequence
-from ds_trainer.parallel.tensor.replicated_shards import Copies
 from ds_trainer.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear, column_bias_cut
+from ds_trainer.parallel.tensor.replicated_shards import Copies
 from tests.helpers.threads import Communication, fill, local_part, on_threads
 
 B, T, IN, D = 2, 5, 12, 24

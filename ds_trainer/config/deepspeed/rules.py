@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 
-from ds_trainer.config.provenance import Asked
 from ds_trainer.config.deepspeed.keys import (
     IGNORED_BY_BF16_OPTIMIZER,
     OFFLOAD_DEVICES,
@@ -12,6 +11,7 @@ from ds_trainer.config.deepspeed.keys import (
     STAGES,
     uses_bf16_optimizer,
 )
+from ds_trainer.config.provenance import Asked
 from ds_trainer.config.resolved import Machine
 from ds_trainer.config.schema import RunConfig
 from ds_trainer.errors import ConfigError

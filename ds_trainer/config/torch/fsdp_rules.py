@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from ds_trainer.config.provenance import Asked
 from ds_trainer.config.backend import backend
+from ds_trainer.config.provenance import Asked
 from ds_trainer.config.resolved import Machine
 from ds_trainer.config.schema import RunConfig
 from ds_trainer.errors import ConfigError, one_of

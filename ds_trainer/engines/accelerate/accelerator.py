@@ -18,8 +18,8 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 
 from ds_trainer.config.resolved import ResolvedConfig
-from ds_trainer.errors import EngineError
 from ds_trainer.distributed.process_groups import Mesh
+from ds_trainer.errors import EngineError
 
 _PREFIXES = ("ACCELERATE_", "FSDP_", "MEGATRON_LM_", "PARALLELISM_CONFIG_")
 _KEPT = ("ACCELERATE_CPU_AFFINITY", "ACCELERATE_DEBUG_MODE", "ACCELERATE_LOG_LEVEL")

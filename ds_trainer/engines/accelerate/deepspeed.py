@@ -13,10 +13,10 @@ from ds_trainer.config.accelerate.arguments import accelerate_arguments
 from ds_trainer.config.deepspeed.native_keys import ReadRecorder
 from ds_trainer.config.keys import flatten
 from ds_trainer.config.resolved import ResolvedConfig
+from ds_trainer.distributed.process_groups import Mesh
 from ds_trainer.engines.accelerate.accelerator import check_prepared, make_accelerator, told_by_json
 from ds_trainer.engines.deepspeed.engine import DeepSpeedEngine
 from ds_trainer.errors import EngineError
-from ds_trainer.distributed.process_groups import Mesh
 
 
 class AccelerateDeepSpeedEngine(DeepSpeedEngine):

@@ -7,8 +7,8 @@ the same. Loss, accumulation, clipping and what happens to a gradient that is no
 from __future__ import annotations
 
 from ds_trainer.config.resolved import ResolvedConfig
-from ds_trainer.engines.base import Engine
 from ds_trainer.distributed.process_groups import Mesh
+from ds_trainer.engines.base import Engine
 
 
 def make_accelerate_engine(resolved: ResolvedConfig, mesh: Mesh) -> Engine:

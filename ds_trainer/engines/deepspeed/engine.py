@@ -24,13 +24,20 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ds_trainer.config.deepspeed.native_keys import ReadRecorder
 from ds_trainer.config.deepspeed.arguments import to_deepspeed
+from ds_trainer.config.deepspeed.native_keys import ReadRecorder
 from ds_trainer.config.resolved import ResolvedConfig
+from ds_trainer.distributed.process_groups import Mesh
 from ds_trainer.engines.base import EngineFacts, OptimizerFactory, StepOutcome
 from ds_trainer.engines.clip import clip_by_norm, global_norm, norm_over_group
+from ds_trainer.engines.deepspeed.mpu import ModelParallelUnit, counts_in_norm
+from ds_trainer.engines.deepspeed.nvme_check import check_gradient_offsets
+from ds_trainer.engines.deepspeed.state import catch_up_cpu_adam, load_wide_masters, owned_slices, state_handles
 from ds_trainer.engines.deepspeed.tied_grads import CopiedGradients
+from ds_trainer.engines.deepspeed.zero3_gather import gather_together
+from ds_trainer.engines.deepspeed.zero3_load import load_partitioned
 from ds_trainer.engines.dtypes import DTYPE_NAMES, TORCH_DTYPES
+from ds_trainer.engines.grad_sync import fill_where_others_have
 from ds_trainer.engines.introspect import (
     content_hash,
     devices,
@@ -40,18 +47,11 @@ from ds_trainer.engines.introspect import (
     storage_bytes,
     tensor_ranks,
 )
-from ds_trainer.engines.deepspeed.mpu import ModelParallelUnit, counts_in_norm
-from ds_trainer.engines.deepspeed.nvme_check import check_gradient_offsets
-from ds_trainer.engines.grad_sync import fill_where_others_have
 from ds_trainer.engines.state_handles import State
-from ds_trainer.engines.deepspeed.zero3_gather import gather_together
-from ds_trainer.engines.deepspeed.zero3_load import load_partitioned
-from ds_trainer.engines.deepspeed.state import catch_up_cpu_adam, load_wide_masters, owned_slices, state_handles
 from ds_trainer.errors import EngineError
-from ds_trainer.layout import ParameterSlice
-from ds_trainer.distributed.process_groups import Mesh
 from ds_trainer.host.deepspeed_ops import disable_shm_comm
 from ds_trainer.host.swap_folder import SwapFolder
+from ds_trainer.layout import ParameterSlice
 from ds_trainer.models.weight_source import WeightSource
 from ds_trainer.models.weights import load_full
 from ds_trainer.parallel.model_split import ModelSplit

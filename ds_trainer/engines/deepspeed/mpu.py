@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from ds_trainer.errors import EngineError
 from ds_trainer.distributed.process_groups import Mesh
+from ds_trainer.errors import EngineError
 from ds_trainer.parallel.model_split import ModelSplit
 
 

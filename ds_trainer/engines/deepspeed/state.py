@@ -9,8 +9,8 @@ import deepspeed
 import torch
 from torch import nn
 
-from ds_trainer.engines.state_handles import MASTER, StateTensor, entry, live
 from ds_trainer.engines.deepspeed.zero3_load import partition_bounds
+from ds_trainer.engines.state_handles import MASTER, StateTensor, entry, live
 from ds_trainer.layout import ParameterSlice
 from ds_trainer.models.weight_source import WeightSource
 from ds_trainer.parallel.model_split import ModelSplit

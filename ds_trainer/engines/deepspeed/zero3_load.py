@@ -13,9 +13,9 @@ import deepspeed
 import torch
 from torch import nn
 
+from ds_trainer.distributed.process_groups import Mesh
 from ds_trainer.engines.deepspeed.mpu import ModelParallelUnit
 from ds_trainer.layout import even_flat_range
-from ds_trainer.distributed.process_groups import Mesh
 from ds_trainer.models.weight_source import WeightSource
 from ds_trainer.models.weights import fill_buffers, set_value
 

@@ -17,8 +17,11 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from ds_trainer.config.resolved import ResolvedConfig
 from ds_trainer.config.torch.arguments import FSDP2Arguments, fsdp2_arguments
+from ds_trainer.distributed.device_mesh import device_mesh
+from ds_trainer.distributed.process_groups import Mesh
 from ds_trainer.engines.base import EngineFacts, OptimizerFactory, StepOutcome
 from ds_trainer.engines.clip import norm_over_group
+from ds_trainer.engines.clipped_step import clipped_step
 from ds_trainer.engines.dtypes import DTYPE_NAMES, TORCH_DTYPES
 from ds_trainer.engines.fsdp2.load import first_row, load_sharded, shard_range
 from ds_trainer.engines.fsdp2.wrap import ends, groups
@@ -33,10 +36,7 @@ from ds_trainer.engines.introspect import (
     tensor_ranks,
 )
 from ds_trainer.engines.state_handles import MASTER, State, entry, live
-from ds_trainer.engines.clipped_step import clipped_step
 from ds_trainer.layout import ParameterSlice
-from ds_trainer.distributed.device_mesh import device_mesh
-from ds_trainer.distributed.process_groups import Mesh
 from ds_trainer.models.weight_source import WeightSource
 from ds_trainer.models.weights import fill_buffers
 from ds_trainer.parallel.model_split import ModelSplit

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ds_trainer.config.keys import flatten
 from ds_trainer.interop.accelerate.enums import STRATEGIES, check_fsdp_words
 from ds_trainer.interop.import_result import Imported
-from ds_trainer.config.keys import flatten
 
 _KEEPS_GATHERED = ("SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2")
 _HYBRID = ("HYBRID_SHARD", "HYBRID_SHARD_ZERO2")

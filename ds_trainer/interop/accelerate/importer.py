@@ -13,6 +13,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ds_trainer.config.foreign_files import load_native
+from ds_trainer.config.keys import assign, flatten
+from ds_trainer.errors import ConfigError
 from ds_trainer.interop.accelerate.enums import check_words
 from ds_trainer.interop.accelerate.import_fsdp import (
     carry_fsdp,
@@ -22,9 +25,6 @@ from ds_trainer.interop.accelerate.import_fsdp import (
 )
 from ds_trainer.interop.deepspeed.importer import keep_defaults, read_deepspeed
 from ds_trainer.interop.import_result import LAUNCHERS, Imported, Line
-from ds_trainer.config.keys import assign, flatten
-from ds_trainer.config.foreign_files import load_native
-from ds_trainer.errors import ConfigError
 
 _TPU = "for TPUs and clouds, on which ds_trainer does not run; there is nothing to do"
 _LAUNCH_KEYS = {

@@ -7,11 +7,11 @@ from pprint import pformat
 from textwrap import indent
 from typing import Any
 
-from ds_trainer.interop.accelerate.notes import python_notes, script_notes
 from ds_trainer.config.accelerate.arguments import accelerate_arguments
 from ds_trainer.config.deepspeed.arguments import gathering_on_save
 from ds_trainer.config.resolved import ResolvedConfig
 from ds_trainer.config.torch.arguments import fsdp2_arguments
+from ds_trainer.interop.accelerate.notes import python_notes, script_notes
 
 _TORCH_DTYPES = {None: "None", "fp32": "torch.float32", "bf16": "torch.bfloat16", "fp16": "torch.float16"}
 _WIDTH = 100

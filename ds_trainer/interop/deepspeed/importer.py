@@ -13,17 +13,17 @@ from dataclasses import replace
 from math import prod
 from typing import Any
 
+from ds_trainer.config.deepspeed.keys import OFFLOAD_DEVICES, OFFLOAD_STAGES, STAGES
+from ds_trainer.config.deepspeed.native_keys import check_native, unified_keys
+from ds_trainer.config.keys import assign, default, flatten
+from ds_trainer.errors import ConfigError
 from ds_trainer.interop.deepspeed.import_optimizer import (
     OPTIMIZER_KEYS,
     carry_optimizer,
     carry_scheduler,
     keep_optimizer_defaults,
 )
-from ds_trainer.config.deepspeed.native_keys import check_native, unified_keys
-from ds_trainer.config.deepspeed.keys import OFFLOAD_DEVICES, OFFLOAD_STAGES, STAGES
 from ds_trainer.interop.import_result import Imported, Line
-from ds_trainer.config.keys import assign, default, flatten
-from ds_trainer.errors import ConfigError
 
 Native = Mapping[str, Any]
 """A DeepSpeed JSON as dotted keys, under the names that DeepSpeed has for them today."""

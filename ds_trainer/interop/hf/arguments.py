@@ -8,10 +8,10 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from ds_trainer.interop.hf.fields import FIELDS, RENAMED, SWITCHES
-from ds_trainer.interop.import_result import Imported
 from ds_trainer.config.foreign_files import load_native
 from ds_trainer.errors import ConfigError, ConfigErrors
+from ds_trainer.interop.hf.fields import FIELDS, RENAMED, SWITCHES
+from ds_trainer.interop.import_result import Imported
 
 _SAYS_NOTHING: tuple[Any, ...] = (None, "", [], {})
 

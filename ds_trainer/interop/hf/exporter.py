@@ -14,12 +14,12 @@ from typing import Any
 
 from ds_trainer.config.backend import backend
 from ds_trainer.config.deepspeed.arguments import gathering_on_save, to_deepspeed
-from ds_trainer.interop.hf.fields import SAME
-from ds_trainer.interop.hf.notes import UNSAID, hf_notes
 from ds_trainer.config.keys import value
 from ds_trainer.config.resolved import ResolvedConfig
 from ds_trainer.config.schema import RunConfig
 from ds_trainer.errors import ConfigError, ConfigErrors
+from ds_trainer.interop.hf.fields import SAME
+from ds_trainer.interop.hf.notes import UNSAID, hf_notes
 
 _NOT_YET = ("activation_checkpointing",)
 """Names that transformers 5.17 does not know; 5.24 knows the older one too."""

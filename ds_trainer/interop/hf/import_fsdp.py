@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from ds_trainer.errors import ConfigError
 from ds_trainer.interop.accelerate.import_fsdp import carry_fsdp, fsdp_engine, keep_fsdp_defaults
 from ds_trainer.interop.hf.arguments import HFImport
 from ds_trainer.interop.import_result import Line
-from ds_trainer.errors import ConfigError
 
 _WORDS = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2", "offload", "auto_wrap")
 """What `fsdp` may hold as text: FSDP1's strategies, and two switches."""

@@ -6,9 +6,9 @@ import math
 from collections.abc import Mapping
 from typing import Any, get_args
 
-from ds_trainer.interop.hf.arguments import HFImport
 from ds_trainer.config.keys import default
 from ds_trainer.config.schema import LoggingConfig
+from ds_trainer.interop.hf.arguments import HFImport
 
 _ALL = 10**9
 """As many checkpoints as a run can have."""

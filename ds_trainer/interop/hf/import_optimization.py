@@ -9,8 +9,8 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ds_trainer.interop.hf.arguments import HFImport
 from ds_trainer.errors import ConfigError
+from ds_trainer.interop.hf.arguments import HFImport
 
 Ours = dict[str, Any]
 

@@ -11,8 +11,12 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from ds_trainer.config.keys import assign, default, flatten
+from ds_trainer.errors import ConfigError, ConfigErrors
 from ds_trainer.interop.accelerate.import_fsdp import carry_parallelism
 from ds_trainer.interop.deepspeed.importer import keep_defaults, read_deepspeed
+from ds_trainer.interop.hf.arguments import HFImport
+from ds_trainer.interop.hf.fields import FIELDS, RENAMED, SAME
 from ds_trainer.interop.hf.import_fsdp import carry_fsdp_fields
 from ds_trainer.interop.hf.import_intervals import carry_data, carry_evaluation, carry_logging, carry_saving
 from ds_trainer.interop.hf.import_optimization import (
@@ -22,11 +26,7 @@ from ds_trainer.interop.hf.import_optimization import (
     carry_recomputing,
     carry_schedule,
 )
-from ds_trainer.interop.hf.arguments import HFImport
-from ds_trainer.interop.hf.fields import FIELDS, RENAMED, SAME
 from ds_trainer.interop.import_result import Imported
-from ds_trainer.config.keys import assign, default, flatten
-from ds_trainer.errors import ConfigError, ConfigErrors
 
 _WITH_OTHERS = {
     *("activation_checkpointing", "gradient_checkpointing", "logging_steps", "eval_steps", "save_steps"),

@@ -6,9 +6,9 @@ import json
 from collections.abc import Iterator
 
 from ds_trainer.config.backend import backend
-from ds_trainer.interop.hf.fields import SAME
 from ds_trainer.config.keys import default, leaf_values
 from ds_trainer.config.schema import RunConfig
+from ds_trainer.interop.hf.fields import SAME
 
 _NOTHING = "it has nothing like it"
 _BY_CALLBACK = "add transformers.EarlyStoppingCallback to its callbacks"

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_trainer.parallel.pipeline.stage_context import Passage
 from ds_trainer.parallel.patching import stock_class
+from ds_trainer.parallel.pipeline.stage_context import Passage
 from ds_trainer.parallel.tensor.sequence_shard import mapped
 
 

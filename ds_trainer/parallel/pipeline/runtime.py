@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from ds_trainer.parallel.deferred_weight_grads import WeightGradients, weights_later
 from ds_trainer.parallel.pipeline.hidden_formats import Formats
 from ds_trainer.parallel.pipeline.messages import Operation, Receive, Send, with_messages
-from ds_trainer.planning.pp_schedules import Action, Kind, Schedule
-from ds_trainer.parallel.deferred_weight_grads import WeightGradients, weights_later
 from ds_trainer.parallel.pipeline.p2p import Transport
+from ds_trainer.planning.pp_schedules import Action, Kind, Schedule
 
 Forward = Callable[[int, int, torch.Tensor | None], torch.Tensor]
 

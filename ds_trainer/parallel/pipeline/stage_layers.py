@@ -18,8 +18,8 @@ from torch import nn
 
 from ds_trainer.models.blocks import gradients_beside, hidden_states, with_hidden_states
 from ds_trainer.parallel.pipeline.placeholder import without_values
-from ds_trainer.parallel.pipeline.trace_model import carries_more
 from ds_trainer.parallel.pipeline.stage_context import Passage, StageDone
+from ds_trainer.parallel.pipeline.trace_model import carries_more
 from ds_trainer.parallel.tensor.sequence import stack_of
 
 

@@ -20,11 +20,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ds_trainer.models.blocks import has_parameters
+from ds_trainer.parallel.patching import derive
 from ds_trainer.parallel.pipeline.placeholder import Blank
+from ds_trainer.parallel.pipeline.stage_context import Passage, Running, StageDone
 from ds_trainer.parallel.pipeline.stage_layers import StageLayers
 from ds_trainer.parallel.pipeline.trace_model import Observation, refusal
-from ds_trainer.parallel.pipeline.stage_context import Passage, Running, StageDone
-from ds_trainer.parallel.patching import derive
 from ds_trainer.parallel.tensor.sequence import stack_of
 
 Ranges = Sequence[tuple[int, int]]

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from ds_trainer.parallel.pipeline.trace_model import MISFITS, Observation, observe, refusal, run_twin, twins
 from ds_trainer.parallel.pipeline.stages import cut_stages
+from ds_trainer.parallel.pipeline.trace_model import MISFITS, Observation, observe, refusal, run_twin, twins
 
 _TOLERANCE = 1e-4
 """Of the largest gradient; fp32, the same operations on the same numbers."""

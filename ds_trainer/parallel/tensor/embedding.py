@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import nn
 
 from ds_trainer.layout import Cut
-from ds_trainer.parallel.tensor.collectives import reduce_from_group
 from ds_trainer.parallel.patching import derive
+from ds_trainer.parallel.tensor.collectives import reduce_from_group
 
 
 class VocabParallelEmbedding:

@@ -18,11 +18,11 @@ from torch import nn
 
 from ds_trainer.errors import ModelError
 from ds_trainer.layout import Cut
-from ds_trainer.parallel.tensor.collectives import copy_to_group, gather_last_dim, reduce_from_group, sum_gradient
 from ds_trainer.parallel.patching import derive
-from ds_trainer.planning.tp_plan import generic
-from ds_trainer.planning.tp_divisibility import Unit
+from ds_trainer.parallel.tensor.collectives import copy_to_group, gather_last_dim, reduce_from_group, sum_gradient
 from ds_trainer.parallel.tensor.splitter import Splitter
+from ds_trainer.planning.tp_divisibility import Unit
+from ds_trainer.planning.tp_plan import generic
 
 
 class _PartialSums:

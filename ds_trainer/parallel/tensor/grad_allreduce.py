@@ -12,8 +12,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from ds_trainer.parallel.tensor.collectives import sum_gradient
 from ds_trainer.parallel.patching import derive
+from ds_trainer.parallel.tensor.collectives import sum_gradient
 
 
 @contextmanager

@@ -10,19 +10,19 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ds_trainer.config.schema import ParallelConfig
+from ds_trainer.distributed.process_groups import Mesh
 from ds_trainer.errors import ModelError
 from ds_trainer.log import get_logger
-from ds_trainer.distributed.process_groups import Mesh
-from ds_trainer.planning.checkpoint_spec import families
+from ds_trainer.parallel.model_split import ModelSplit
 from ds_trainer.parallel.tensor.column_group import ColumnGroup
 from ds_trainer.parallel.tensor.dropout import has_dropout, own_masks_between_layers
 from ds_trainer.parallel.tensor.linear import ColumnParallelLinear
 from ds_trainer.parallel.tensor.plan_checks import check_own_plan, check_tied, tell_misfits_of_first_forward
-from ds_trainer.planning.tp_plan import TensorPlan, generic, plan_for
 from ds_trainer.parallel.tensor.sequence import cut_sequences
-from ds_trainer.parallel.model_split import ModelSplit
 from ds_trainer.parallel.tensor.splitter import Splitter
 from ds_trainer.parallel.tensor.styles import STYLES, embedding_rowwise
+from ds_trainer.planning.checkpoint_spec import families
+from ds_trainer.planning.tp_plan import TensorPlan, generic, plan_for
 
 
 def split_model(model: nn.Module, config: ParallelConfig, mesh: Mesh) -> ModelSplit:

@@ -26,14 +26,14 @@ from torch import nn
 
 from ds_trainer.errors import ModelError
 from ds_trainer.models.blocks import has_parameters, stacks, with_hidden_states
-from ds_trainer.parallel.tensor.collectives import scatter_sequence
 from ds_trainer.parallel.patching import derive
+from ds_trainer.parallel.tensor.block_structure import called, exit_of, final_norm, is_pointwise
+from ds_trainer.parallel.tensor.collectives import scatter_sequence
 from ds_trainer.parallel.tensor.dropout import draw_seed
-from ds_trainer.parallel.tensor.linear import ColumnParallelLinear, ParallelLinear, RowParallelLinear
 from ds_trainer.parallel.tensor.grad_allreduce import PartialGradients, summed_gradients
+from ds_trainer.parallel.tensor.linear import ColumnParallelLinear, ParallelLinear, RowParallelLinear
 from ds_trainer.parallel.tensor.sequence_shard import Positions, gathered, mapped, tensors
 from ds_trainer.parallel.tensor.splitter import Splitter
-from ds_trainer.parallel.tensor.block_structure import called, exit_of, final_norm, is_pointwise
 
 _CUT = "sequence_cut"
 

@@ -13,11 +13,11 @@ from ds_trainer.layout import Cut
 from ds_trainer.parallel.tensor.attention import column_cut, heads_of, qkv_cut
 from ds_trainer.parallel.tensor.embedding import make_vocab_parallel
 from ds_trainer.parallel.tensor.experts import EXPERT_STYLES
-from ds_trainer.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear, column_bias_cut
 from ds_trainer.parallel.tensor.grad_allreduce import sum_partial_gradients
-from ds_trainer.planning.tp_plan import generic
-from ds_trainer.planning.tp_divisibility import Unit
+from ds_trainer.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear, column_bias_cut
 from ds_trainer.parallel.tensor.splitter import Splitter
+from ds_trainer.planning.tp_divisibility import Unit
+from ds_trainer.planning.tp_plan import generic
 
 Style = Callable[[Splitter, str, nn.Module | nn.Parameter], None]
 

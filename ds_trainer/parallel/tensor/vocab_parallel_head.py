@@ -17,12 +17,12 @@ import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 
+from ds_trainer.distributed.process_groups import Mesh
 from ds_trainer.layout import Cut
 from ds_trainer.loss import CrossEntropy
-from ds_trainer.distributed.process_groups import Mesh
+from ds_trainer.parallel.model_split import ModelSplit
 from ds_trainer.parallel.tensor.cross_entropy import vocab_parallel_cross_entropy_sum
 from ds_trainer.parallel.tensor.linear import ColumnParallelLinear
-from ds_trainer.parallel.model_split import ModelSplit
 
 
 class VocabParallelCrossEntropy(CrossEntropy):

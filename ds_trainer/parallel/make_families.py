@@ -1,9 +1,10 @@
-"""Writes `families.json` from the installed transformers: `python -m ds_trainer.parallel.pipeline.make_families`."""
+"""Writes `families.json` from the installed transformers: `python -m ds_trainer.parallel.make_families`."""
 
 from __future__ import annotations
 
 import json
 import re
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from ds_trainer.errors import ModelError
 from ds_trainer.models.extra_tp_plans import OWN_PLANS
 from ds_trainer.models.scaled_down import causal_lm, scaled_down
-from ds_trainer.planning.checkpoint_spec import CONFIG_KEYS
 from ds_trainer.parallel.pipeline.verify_cut import proven
+from ds_trainer.planning.checkpoint_spec import CONFIG_KEYS
 
-TARGET = Path(__file__).with_name("families.json")
+TARGET = Path(str(files("ds_trainer.planning"))) / "families.json"
 
 
 def make_families() -> dict[str, dict[str, Any]]:
