@@ -152,7 +152,7 @@ def printed_by_hand(faulty_layer=None):
     """What the example prints, and how it ends; with the sums of a layer left out where one is named."""
     with redirect_stdout(StringIO()) as said, pytest.MonkeyPatch.context() as patch:
         if faulty_layer is not None:
-            patch.setattr(f"ds_trainer.tensor_parallel.{faulty_layer}", lambda x, group: x)
+            patch.setattr(f"ds_trainer.parallel.tensor.{faulty_layer}", lambda x, group: x)
         try:
             module("tp_by_hand.py").main()
             end = None
