@@ -24,7 +24,7 @@ def main() -> None:
         callbacks=[ClockCallback(clock)],
     )
     state = trainer.train()
-    scale = {"loss_scale": trainer.engine.counters()["loss_scaler"]["cur_scale"]} if name == "fp16" else {}
+    scale = {"loss_scale": trainer.engine.scalar_state()["loss_scaler"]["cur_scale"]} if name == "fp16" else {}
     clock.write(folder, [line.loss for line in state.log_history], **scale)
     trainer.close()
 

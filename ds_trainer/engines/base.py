@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -19,7 +19,7 @@ from torch import nn
 from ds_trainer.config.resolved import ResolvedConfig
 from ds_trainer.distributed.process_groups import Mesh
 from ds_trainer.engines.state_handles import State
-from ds_trainer.errors import ConfigError
+from ds_trainer.errors import ConfigError, EngineError
 from ds_trainer.layout import ParameterSlice
 from ds_trainer.models.weight_source import WeightSource
 from ds_trainer.parallel.model_split import ModelSplit
@@ -75,9 +75,12 @@ class EngineFacts:
 class Engine(Protocol):
     """One training step's backend.
 
-    Calls come in this order: load, wrap, then per step `forward` and `backward` inside `microbatch`, and `finish`; of a
-    step that a pipeline runs, `forward` inside `pipeline`, and `finish`.
+    Order of calls: `load` and `wrap`; then in each step `forward` and `backward` inside `microbatch`, and
+    `optimizer_step`. In a step that a pipeline runs: `forward` inside `pipeline`, and `optimizer_step`.
     """
+
+    supports_pipeline: ClassVar[bool]
+    """Whether `pipeline` reduces gradients after all passes of a pipeline. If not, parallel.pp above 1 is refused."""
 
     module: nn.Module
     """The wrapped model, for `train()` and `eval()`."""
@@ -100,13 +103,13 @@ class Engine(Protocol):
     def forward(self, **inputs: Any) -> Any:
         """The model's outputs, computed in the run's number format; under ZeRO-3 every rank must call it."""
 
-    def number_format(self) -> AbstractContextManager[None]:
+    def autocast(self) -> AbstractContextManager[None]:
         """The run's number format for the model's own methods, such as `generate`, which call it without `forward`.
 
         What is gathered for them is freed at its end.
         """
 
-    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
+    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """What a backward pass is to begin with, so that this rank's share `loss` of the step's has its due weight.
 
         It undoes a mean over the data ranks that the engine reduces gradients to, and has the loss scale of fp16.
@@ -119,16 +122,17 @@ class Engine(Protocol):
         """Context around all passes of one step that a pipeline runs, several of them in flight at a time.
 
         Inside, `forward` is called for each stage and micro-batch, and the pipeline runs the backward passes itself,
-        from the `scaled` loss on: they accumulate gradients of this rank's samples, in the run's format for that. At
-        its end these are reduced over the data ranks once, and summed over the stages that share a tied parameter.
-        `finish` then updates what this rank owns, and gives copies of tied parameters their owners' new values.
+        from the scaled loss on: they accumulate gradients of this rank's samples, in the run's dtype for gradients. At
+        its end these are reduced over the data-parallel ranks once, and summed over the stages that share a tied
+        parameter. `optimizer_step` then updates what this rank owns, and gives replicas of tied parameters their
+        owners' new values.
         """
 
-    def finish(self) -> StepOutcome:
+    def optimizer_step(self) -> StepOutcome:
         """Reduces, clips, updates and zeroes the gradients, unless the gradient is not finite."""
 
     def param_groups(self) -> list[dict[str, Any]]:
-        """The live optimizer's parameter groups, whose `lr` the trainer sets before `finish`."""
+        """The live optimizer's parameter groups, whose `lr` the trainer sets before `optimizer_step`."""
 
     def parameter_layout(self) -> list[ParameterSlice]:
         """Which part of every parameter this rank's optimizer owns, in terms of the full tensor."""
@@ -137,19 +141,19 @@ class Engine(Protocol):
         """Every parameter (a tied one once), whole, on the host; a collective of all ranks, one tensor at a time."""
 
     def full_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every reduced gradient, whole, fp32, on the host; a collective of all ranks, before `finish`."""
+        """Every reduced gradient, whole, fp32, on the host; a collective of all ranks, before `optimizer_step`."""
 
     def state(self) -> State:
         """Owned fp32 masters and optimizer states by parameter name, as `parameter_layout` cuts them.
 
-        Optimizer states exist from the first `finish` on.
+        Optimizer states exist from the first `optimizer_step` on.
         """
 
-    def counters(self) -> dict[str, Any]:
+    def scalar_state(self) -> dict[str, Any]:
         """What else the next step depends on and is no tensor, such as the loss scale; JSON."""
 
-    def load_counters(self, counters: Mapping[str, Any]) -> None:
-        """Sets what `counters` returned; called after the state has been written."""
+    def load_scalar_state(self, values: Mapping[str, Any]) -> None:
+        """Sets what `scalar_state` returned; called after the state has been written."""
 
     def rank_state(self) -> dict[str, torch.Tensor]:
         """Tensors that belong to this rank alone, such as what a lossy compression of gradients left over."""
@@ -180,13 +184,25 @@ def make_engine(resolved: ResolvedConfig, mesh: Mesh) -> Engine:
 
     Raises:
         ConfigError: No installed engine has that name.
+        EngineError: The run has a pipeline, and the engine declares no support for one.
     """
     name = resolved.config.parallel.engine
     for point in entry_points(group="ds_trainer.engines"):
         if point.name == name:
-            return point.load()(resolved, mesh)
+            engine = point.load()(resolved, mesh)
+            _check_pipeline(engine, mesh)
+            return engine
     raise ConfigError(
         f"parallel.engine is {name!r}",
         f"it names an engine installed under the entry-point group ds_trainer.engines: {', '.join(engine_names())}",
         "set parallel.engine to one of these, or install the plug-in that provides it",
     )
+
+
+def _check_pipeline(engine: Engine, mesh: Mesh) -> None:
+    if mesh.grid.pp_size > 1 and not getattr(engine, "supports_pipeline", False):
+        raise EngineError(
+            f"parallel.pp is {mesh.grid.pp_size} and {type(engine).__name__} does not declare supports_pipeline",
+            "an engine reduces gradients after all passes of a pipeline in the way that only it knows",
+            "set parallel.engine to deepspeed, fsdp2 or ddp, or parallel.pp to 1",
+        )

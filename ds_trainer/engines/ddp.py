@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from math import ceil
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -59,6 +59,8 @@ class DDPEngine:
         resolved: The run's config.
         mesh: Process groups and device.
     """
+
+    supports_pipeline: ClassVar[bool] = True
 
     def __init__(self, resolved: ResolvedConfig, mesh: Mesh) -> None:
         self._resolved, self.config = resolved, resolved.config
@@ -158,21 +160,21 @@ class DDPEngine:
 
     def forward(self, **inputs: Any) -> Any:
         """Calls the wrapped model, below fp32 under autocast."""
-        with self.number_format():
+        with self.autocast():
             return self.module(**inputs)
 
-    def number_format(self) -> AbstractContextManager[None]:
+    def autocast(self) -> AbstractContextManager[None]:
         """Autocast below fp32."""
         lower = self._compute_dtype != torch.float32
         return torch.autocast(self.mesh.device.type, self._compute_dtype, enabled=lower)
 
-    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
+    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """DDP averages over the data ranks, so this rank's share is multiplied by their number."""
         return self._scaler.scale(loss * self.mesh.grid.dp_size)
 
     def backward(self, loss: torch.Tensor) -> None:
         """Accumulates in fp32; DDP's hooks reduce."""
-        self.scaled(loss).backward()
+        self.scale_loss(loss).backward()
 
     @contextmanager
     def pipeline(self) -> Iterator[None]:
@@ -201,7 +203,7 @@ class DDPEngine:
         """Whether a step's loss need not depend on every parameter."""
         return self.config.ddp.find_unused_parameters or self.config.ddp.static_graph
 
-    def finish(self) -> StepOutcome:
+    def optimizer_step(self) -> StepOutcome:
         """Clips by the global norm and updates; a gradient that is not finite is dropped."""
         if not self._may_be_unused:
             self._require_all_used()
@@ -263,16 +265,16 @@ class DDPEngine:
             for name, p in self._trained()
         }
 
-    def counters(self) -> dict[str, Any]:
+    def scalar_state(self) -> dict[str, Any]:
         """The loss scale, and how often PowerSGD has run."""
         return {"loss_scale": self._scaler.state_dict()} | ({"powersgd": self._hook.iter} if self._hook else {})
 
-    def load_counters(self, counters: Mapping[str, Any]) -> None:
+    def load_scalar_state(self, values: Mapping[str, Any]) -> None:
         """Sets them."""
         if self._scaler.is_enabled():
-            self._scaler.load_state_dict(dict(counters["loss_scale"]))
+            self._scaler.load_state_dict(dict(values["loss_scale"]))
         if self._hook:
-            self._hook.iter = counters["powersgd"]
+            self._hook.iter = values["powersgd"]
 
     def rank_state(self) -> dict[str, torch.Tensor]:
         """What PowerSGD keeps for each bucket: the error it owes, and the factors it starts from."""

@@ -70,7 +70,7 @@ class PipelineExecutor:
         def scaled_loss(microbatch: int, outputs: object, batch: Batch) -> torch.Tensor:
             loss_sum = self._loss.loss_sum(outputs, batch, step_tokens)
             sums[microbatch] = loss_sum.detach()
-            return self._engine.scaled(unless_not_finite(loss_sum * weight))
+            return self._engine.scale_loss(unless_not_finite(loss_sum * weight))
 
         with self._engine.pipeline():
             self._run(make_schedule(*self._layout, len(batches)), batches, self._loss, scaled_loss)

@@ -47,7 +47,7 @@ def save_checkpoint(run: Run, output_dir: Path, step: int, state: Mapping[str, A
     layout = engine.parameter_layout()
     everyones = run.mesh.gather_objects(layout)
     shared = SharedState(
-        state={**state, "counters": engine.counters()},
+        state={**state, "counters": engine.scalar_state()},
         run=run.resolved.config.model_dump(mode="json", by_alias=True),
         layout=describe_layout(run.resolved, everyones),
         write_model_files=lambda folder: _write_model_files(run, folder),
@@ -83,7 +83,7 @@ def load_checkpoint(run: Run, checkpoint: Checkpoint, state: Mapping[str, Any]) 
         _write_state(run.engine, checkpoint.stored())
     mine = checkpoint.rank_state(run.mesh.grid.rank)
     run.engine.load_rank_state(_below(mine.tensors, _ENGINE))
-    run.engine.load_counters(state["counters"])
+    run.engine.load_scalar_state(state["counters"])
     buffers = _below(mine.tensors, _BUFFER)
     with torch.no_grad():
         for name, buffer in persistent_buffers(run.model):
@@ -101,7 +101,7 @@ def _rehearse(run: Run) -> None:
     with agreed(run.mesh, "the rehearsal"):
         batches = run.executor.prepared([run.train_loader.alone(0)])
     run.executor.train(batches, step_tokens=1, weight=0.0)
-    engine.finish()
+    engine.optimizer_step()
     for group, rate in zip(groups, rates, strict=True):
         group["lr"] = rate
 

@@ -157,7 +157,7 @@ def generate(run: Run, prompts: Sequence[list[int]], decoding: Decoding, what: s
     rank, ranks = mesh.grid.dp_rank, mesh.grid.dp_size
     mine = {}
     cuda = [mesh.device] if mesh.device.type == "cuda" else []
-    with eval_mode(run.engine), torch.random.fork_rng(cuda), run.engine.number_format():
+    with eval_mode(run.engine), torch.random.fork_rng(cuda), run.engine.autocast():
         for first in range(0, len(batches), ranks):
             place = f"round {first // ranks + 1} of {what}"
             mesh.monitor.at(place)

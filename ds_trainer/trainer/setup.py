@@ -44,7 +44,7 @@ from ds_trainer.distributed.process_groups import Mesh, init_mesh
 from ds_trainer.distributed.store_barrier import awaited
 from ds_trainer.engines.base import Engine, EngineFacts, make_engine
 from ds_trainer.engines.dtypes import TORCH_DTYPES
-from ds_trainer.errors import ConfigError, ConfigErrors, EngineError, ModelError
+from ds_trainer.errors import ConfigError, ConfigErrors, ModelError
 from ds_trainer.executors.accumulate import AccumulateExecutor
 from ds_trainer.executors.base import Executor
 from ds_trainer.executors.pipeline import PipelineExecutor
@@ -286,12 +286,6 @@ def _engine(
 ) -> Engine:
     """The engine with the model's values in place and the optimizer around them."""
     engine = make_engine(resolved, mesh)
-    if mesh.grid.pp_size > 1 and not hasattr(engine, "pipeline"):
-        raise EngineError(
-            f"parallel.pp is {mesh.grid.pp_size} and {type(engine).__name__} has no pipeline()",
-            "an engine reduces gradients after all passes of a pipeline in the way that only it knows",
-            "set parallel.engine to deepspeed, fsdp2 or ddp, or parallel.pp to 1",
-        )
     parameters = dict(model.named_parameters())
     shapes = {name: parameter.shape for name, parameter in parameters.items()}
     engine.load(model, LocalWeights(weights, split), split)

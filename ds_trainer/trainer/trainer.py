@@ -313,7 +313,7 @@ class Trainer(ModelCalls):
             return False
         self._call("on_pre_optimizer_step")
         self.non_finite.check_loss(step_loss, state.global_step)
-        outcome = self.engine.finish()
+        outcome = self.engine.optimizer_step()
         state.grad_norm = outcome.grad_norm
         state.skipped_steps += outcome.skipped
         self.non_finite.after_step(state.global_step, outcome.skipped)

@@ -14,6 +14,8 @@ from ds_trainer.layout import ParameterSlice
 class ToyEngine:
     """Runs the plain model."""
 
+    supports_pipeline = False
+
     def __init__(self, resolved, mesh):
         self.mesh = mesh
         self.windows = []
@@ -35,19 +37,19 @@ class ToyEngine:
     def forward(self, **inputs):
         return self.module(**inputs)
 
-    def number_format(self):
+    def autocast(self):
         return nullcontext()
 
-    def scaled(self, loss):
+    def scale_loss(self, loss):
         return loss
 
     def backward(self, loss):
         loss.backward()
 
     def pipeline(self):
-        return nullcontext()
+        raise NotImplementedError
 
-    def finish(self):
+    def optimizer_step(self):
         norm = torch.nn.utils.get_total_norm([p.grad for p in self.module.parameters()])
         self._optimizer.step()
         self._optimizer.zero_grad()
@@ -68,11 +70,11 @@ class ToyEngine:
     def state(self):
         return {name: {MASTER: live(p, p.numel())} for name, p in self.module.named_parameters()}
 
-    def counters(self):
+    def scalar_state(self):
         return {"windows": self.windows}
 
-    def load_counters(self, counters):
-        self.windows = list(counters["windows"])
+    def load_scalar_state(self, values):
+        self.windows = list(values["windows"])
 
     def rank_state(self):
         return {}

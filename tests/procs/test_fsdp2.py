@@ -105,7 +105,7 @@ def evaluate_and_train(out):
             model.load_state_dict(weights(trainer), strict=False)
             expected.append(oracle(model, D8)[0])
             freed.add(all(isinstance(p, DTensor) for p in trainer.run.model.parameters()))
-            with torch.no_grad(), trainer.engine.number_format():
+            with torch.no_grad(), trainer.engine.autocast():
                 trainer.run.model.generate(torch.tensor([[5, 6]]), max_new_tokens=3, do_sample=False)
             freed.add(all(isinstance(p, DTensor) for p in trainer.run.model.parameters()))
             trainer.train_step()

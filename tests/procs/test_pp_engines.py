@@ -24,25 +24,25 @@ def overflowed(out, engine):
     if engine in ("ddp", "fsdp2"):
         trainer.engine._scaler = scaler  # The config allows fp16 on GPUs only.
     scales, kept = [], []
-    finish = trainer.engine.finish
+    optimizer_step = trainer.engine.optimizer_step
     parameter = dict(trainer.run.model.named_parameters()).get("model.layers.1.mlp.up_proj.weight")
 
     def spoiled(gradient):
         return gradient.index_fill(0, torch.tensor([0]), torch.inf) if trainer.state.global_step == 1 else gradient
 
-    if engine == "zero1" and parameter is not None:  # Which cuts and hides what `finish` reads.
+    if engine == "zero1" and parameter is not None:  # Which cuts and hides what `optimizer_step` reads.
         parameter.register_hook(spoiled)
 
-    def finish_step():
+    def spoiled_step():
         if engine != "zero1" and parameter is not None:
             local = getattr(parameter.grad, "_local_tensor", parameter.grad)
             local.copy_(spoiled(local))
         before = weights(trainer)
-        outcome = finish()
+        outcome = optimizer_step()
         kept.append(largest_difference(weights(trainer), before) == 0.0)
         return outcome
 
-    trainer.engine.finish = finish_step
+    trainer.engine.optimizer_step = spoiled_step
     for _ in range(3):
         trainer.train_step()
         scales.append(scaler.get_scale())

@@ -183,13 +183,13 @@ def stages_clip_by_their_own_norm(trainer) -> None:
 
 def a_microbatch_counts_twice(trainer) -> None:
     """The loss of one of the micro-batches is scaled as if there were half as many."""
-    scaled, calls = trainer.engine.scaled, []
+    scale_loss, calls = trainer.engine.scale_loss, []
 
     def twice(loss):
         calls.append(loss)
-        return scaled(loss * 2) if len(calls) == 2 else scaled(loss)
+        return scale_loss(loss * 2) if len(calls) == 2 else scale_loss(loss)
 
-    trainer.engine.scaled = twice
+    trainer.engine.scale_loss = twice
 
 
 def gradients_summed_in_bf16(trainer) -> None:

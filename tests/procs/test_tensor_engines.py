@@ -163,18 +163,18 @@ def overflowed(out, engine):
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=100)
     trainer.engine._scaler = scaler  # The config allows fp16 on GPUs only.
     scales, kept = [], []
-    finish = trainer.engine.finish
+    optimizer_step = trainer.engine.optimizer_step
 
-    def finish_step():
+    def spoiled_step():
         if trainer.state.global_step == 1 and trainer.run.mesh.grid.tp_rank == 1:
             gradient = dict(trainer.run.model.named_parameters())["model.layers.0.mlp.up_proj.weight"].grad
             getattr(gradient, "_local_tensor", gradient)[0, 0] = torch.inf
         before = weights(trainer)
-        outcome = finish()
+        outcome = optimizer_step()
         kept.append(largest_difference(weights(trainer), before) == 0.0)
         return outcome
 
-    trainer.engine.finish = finish_step
+    trainer.engine.optimizer_step = spoiled_step
     for _ in range(3):
         trainer.train_step()
         scales.append(scaler.get_scale())

@@ -38,7 +38,7 @@ class AccelerateDDPEngine(DDPEngine):
                 self.module, prepared = self.accelerator.prepare(self._model, self._optimizer)
         if self.mesh.grid.world > 1:  # On a single GPU there is nothing to reduce, and accelerate wraps nothing.
             check_prepared(self.module, DistributedDataParallel, self.accelerator, self._resolved)
-        # `finish` unscales, clips and drops a bad gradient; accelerate's wrapper would unscale and update once more.
+        # `optimizer_step` unscales, clips and drops a bad gradient; accelerate's wrapper would do both again.
         self._optimizer = prepared.optimizer
         self._scaler = self.accelerator.scaler or self._scaler
         # What exists, for asked = got.

@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from math import isfinite
-from typing import Any
+from typing import Any, ClassVar
 
 import deepspeed
 import deepspeed.comm
@@ -66,6 +66,8 @@ class DeepSpeedEngine:
         resolved: The run's config.
         mesh: Process groups and device.
     """
+
+    supports_pipeline: ClassVar[bool] = True
 
     def __init__(self, resolved: ResolvedConfig, mesh: Mesh) -> None:
         self._resolved, self.config = resolved, resolved.config
@@ -191,27 +193,27 @@ class DeepSpeedEngine:
         """Calls DeepSpeed's engine, which gathers parameters and casts as configured; stages are called past it."""
         if self._split.stages is None:
             return self.module(**inputs)
-        with self.number_format():
+        with self.autocast():
             return self._model(**inputs)
 
     @contextmanager
-    def number_format(self) -> Iterator[None]:
+    def autocast(self) -> Iterator[None]:
         """Autocast where bf16 runs over fp32 parameters; at stage 3 these are freed at the end, as in a backward pass.
 
         DeepSpeed itself would keep them for the backward pass that followed the forward when it recorded their order.
         """
-        autocast = self._param_dtype != self._compute_dtype
-        with torch.autocast(self.mesh.device.type, self._compute_dtype, enabled=autocast):
+        lower = self._param_dtype != self._compute_dtype
+        with torch.autocast(self.mesh.device.type, self._compute_dtype, enabled=lower):
             yield
         if self.stage == 3:
             self.module.empty_partition_cache()
 
-    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
+    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """DeepSpeed averages over the data ranks, so this rank's share is multiplied by their number."""
         return self.module.scale(loss * self.mesh.grid.dp_size)
 
     def backward(self, loss: torch.Tensor) -> None:
-        """As `scaled`; DeepSpeed's own pass scales the loss of fp16."""
+        """As `scale_loss`; DeepSpeed's own pass scales the loss of fp16."""
         self.module.backward(loss * self.mesh.grid.dp_size, scale_wrt_gas=False)
 
     @contextmanager
@@ -241,7 +243,7 @@ class DeepSpeedEngine:
             return optimizer.get_gradient_for_reduction(parameter)
         return getattr(parameter, "_hp_grad", parameter.grad)  # BF16_Optimizer; stage 0
 
-    def finish(self) -> StepOutcome:
+    def optimizer_step(self) -> StepOutcome:
         """One DeepSpeed step; ZeRO itself drops a gradient that is not finite, at stage 0 it is done here."""
         if self._clips_itself:
             gradients = {name: p.grad for name, p in self._named() if p.grad is not None}
@@ -340,17 +342,17 @@ class DeepSpeedEngine:
             if name in owned
         }
 
-    def counters(self) -> dict[str, Any]:
+    def scalar_state(self) -> dict[str, Any]:
         """DeepSpeed's own counts, and its loss scaler's."""
         scaler = getattr(self.module.optimizer, "loss_scaler", None)
         kept = {k: v for k, v in vars(scaler).items() if isinstance(v, bool | int | float)} if scaler else {}
         return {"engine": {name: getattr(self.module, name) for name in _COUNTS}, "loss_scaler": kept}
 
-    def load_counters(self, counters: Mapping[str, Any]) -> None:
+    def load_scalar_state(self, values: Mapping[str, Any]) -> None:
         """Sets them, and brings DeepSpeed's CPU Adam to the step of its state."""
-        for name, value in counters["engine"].items():
+        for name, value in values["engine"].items():
             setattr(self.module, name, value)
-        for name, value in counters["loss_scaler"].items():
+        for name, value in values["loss_scaler"].items():
             setattr(self.module.optimizer.loss_scaler, name, value)
         if type(self.module.basic_optimizer).__name__ == "DeepSpeedCPUAdam":
             catch_up_cpu_adam(self.module.basic_optimizer)

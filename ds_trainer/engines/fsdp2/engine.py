@@ -9,7 +9,7 @@ import hashlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -51,6 +51,8 @@ class FSDP2Engine:
         resolved: The run's config.
         mesh: Process groups and device.
     """
+
+    supports_pipeline: ClassVar[bool] = True
 
     def __init__(self, resolved: ResolvedConfig, mesh: Mesh) -> None:
         self._resolved, self.config, self.mesh = resolved, resolved.config, mesh
@@ -109,11 +111,11 @@ class FSDP2Engine:
         """Calls the model, whose modules gather their parameters; without gradients they are freed at its end."""
         if torch.is_grad_enabled():
             return self.module(**inputs)
-        with self.number_format():
+        with self.autocast():
             return self.module(**inputs)
 
     @contextmanager
-    def number_format(self) -> Iterator[None]:
+    def autocast(self) -> Iterator[None]:
         """Gathered parameters have the format already; they are freed at the end, as a backward pass would."""
         try:
             yield
@@ -121,13 +123,13 @@ class FSDP2Engine:
             for module in fsdp_modules(self.module):
                 module.reshard()
 
-    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
+    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """Gradients are summed over the ranks, so that shares add up as they are."""
         return self._scaler.scale(loss)
 
     def backward(self, loss: torch.Tensor) -> None:
         """Accumulates in the format in which gradients are reduced; FSDP2's hooks reduce."""
-        self.scaled(loss).backward()
+        self.scale_loss(loss).backward()
 
     @contextmanager
     def pipeline(self) -> Iterator[None]:
@@ -172,7 +174,7 @@ class FSDP2Engine:
                 if parameter.unsharded_param.requires_grad:
                     parameter.unsharded_param.register_post_accumulate_grad_hook(partial(_widen, parameter))
 
-    def finish(self) -> StepOutcome:
+    def optimizer_step(self) -> StepOutcome:
         """Clips by the norm over all shards and updates; a gradient that is not finite is dropped."""
         gradients: list[torch.Tensor] = []
         counted: list[torch.Tensor] = []
@@ -230,14 +232,14 @@ class FSDP2Engine:
             if owned[name]
         }
 
-    def counters(self) -> dict[str, Any]:
+    def scalar_state(self) -> dict[str, Any]:
         """The loss scale."""
         return {"loss_scale": self._scaler.state_dict()}
 
-    def load_counters(self, counters: Mapping[str, Any]) -> None:
+    def load_scalar_state(self, values: Mapping[str, Any]) -> None:
         """Sets it."""
         if self._scaler.is_enabled():
-            self._scaler.load_state_dict(dict(counters["loss_scale"]))
+            self._scaler.load_state_dict(dict(values["loss_scale"]))
 
     def rank_state(self) -> dict[str, torch.Tensor]:
         """Nothing belongs to one rank alone."""
