@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "examples" / "demo" / "prepare_data.py"
+SCRIPT = Path(__file__).parents[1] / "examples" / "demo" / "prepare_data.py"
 SIZES = {"train": 60, "eval": 12}
 
 

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 from ds_trainer.cli import main
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.runs import largest_difference, make_trainer
-from tests.procs.test_tp_resume import SAVED, STEPS, check_each_element_is_saved_once, refused, train
+from tests.procs.checkpoint.test_tp_resume import SAVED, STEPS, check_each_element_is_saved_once, refused, train
 
 MODEL = ("llama_tied", {"vocab_size": 321, "num_hidden_layers": 4, "attention_dropout": 0.1})
 BATCH = {"global_size": 8, "micro_size": 1}

@@ -20,7 +20,7 @@ from tests.helpers.resume import train
 from tests.helpers.runs import largest_difference, make_trainer, weights
 from tests.helpers.tiny import tiny_llama
 from tests.helpers.world import RankFailed
-from tests.procs.test_resume_exact import cells, check, checkpoint, killed_and_resumed  # noqa: F401  the fixture
+from tests.procs.checkpoint.test_resume_exact import cells, check, checkpoint, killed_and_resumed  # noqa: F401  the fixture
 from tests.procs.test_spine import CELLS, SHAPE, check_mechanism, reference, run_cell  # noqa: F401  the fixture
 
 BACKENDS = {"ddp": "ddp", "zero0": "deepspeed", "zero2": "deepspeed", "zero3": "deepspeed", "zero2-cpu": "deepspeed"}
