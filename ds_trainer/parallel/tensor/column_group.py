@@ -1,17 +1,41 @@
-"""Column layers that read the same tensor are computed at once, so that their input gradients are summed once."""
+"""Column layers that read the same tensor are computed together, as one node of the autograd graph.
+
+So their input gradients are summed once, and communication overlaps with computing.
+
+Legend: B samples, T positions, t positions on a rank, H size of the input, D a layer's outputs on this rank.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
 
-from ds_trainer.parallel.tensor.columns import columns
+from ds_trainer.parallel.deferred_weight_grads import gradient_of, weights_are_put_off
+from ds_trainer.parallel.tensor.collectives import Started, start_all_gather, start_all_reduce, start_reduce_scatter
+from ds_trainer.parallel.tensor.replicated_shards import Copies
 
-if TYPE_CHECKING:
-    from ds_trainer.parallel.tensor.linear import ColumnParallelLinear
+
+class ColumnLayer(Protocol):
+    """What a group reads of its members, see `ds_trainer.parallel.tensor.linear.ColumnParallelLinear`."""
+
+    column_group: ColumnGroup
+    transposed: bool
+    weight_copies: Copies | None
+    bias_copies: Copies | None
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """(D, H), or (H, D) where it is transposed."""
+
+    @property
+    def bias(self) -> torch.Tensor:
+        """(D,); None: there is none."""
 
 
 class ColumnGroup:
@@ -30,31 +54,31 @@ class ColumnGroup:
         keep_gathered_input: Whether an input gathered from the ranks' positions is kept for the backward pass.
     """
 
-    def __init__(self, members: Iterable[ColumnParallelLinear], group: dist.ProcessGroup) -> None:
+    def __init__(self, members: Iterable[ColumnLayer], group: dist.ProcessGroup) -> None:
         self.members = list(members)
         self.keep_gathered_input = False
         self._group = group
         self._input: torch.Tensor | None = None
-        self._outputs: dict[ColumnParallelLinear, torch.Tensor] = {}
+        self._outputs: dict[ColumnLayer, torch.Tensor] = {}
         self._kept_in_backward = False
-        self._leaving: set[ColumnParallelLinear] = set()
+        self._leaving: set[ColumnLayer] = set()
         for member in self.members:
             member.column_group = self
 
-    def output(self, member: ColumnParallelLinear, x: torch.Tensor) -> torch.Tensor:
-        """A member's output for a tensor, see `columns`."""
+    def output(self, member: ColumnLayer, x: torch.Tensor) -> torch.Tensor:
+        """A member's output for a tensor, see `column_outputs`."""
         if member not in self._outputs:
             if not _in_backward():
                 self._let_go()
             if member.column_group is not self:
                 return member.column_group.output(member, x)
-            outputs = columns(x, self.members, self._group, self.keep_gathered_input)
+            outputs = column_outputs(x, self.members, self._group, self.keep_gathered_input)
             self._input, self._outputs = x, dict(zip(self.members, outputs, strict=True))
             self._kept_in_backward = _in_backward()
         output = self._outputs.pop(member)
         if x is not self._input:
             self._leaving.add(member)
-            (output,) = columns(x, [member], self._group, self.keep_gathered_input)
+            (output,) = column_outputs(x, [member], self._group, self.keep_gathered_input)
         if not self._outputs:
             self._input = None
         return output
@@ -71,3 +95,147 @@ class ColumnGroup:
 
 def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
+
+
+def column_outputs(
+    x_BTH: torch.Tensor, layers: Sequence[ColumnLayer], group: dist.ProcessGroup, keep_gathered_input: bool
+) -> tuple[torch.Tensor, ...]:
+    """Each layer's output.
+
+    A tensor that was gathered from the ranks' positions (B, t, H) has them as its attribute `sequence_shard`. Its
+    gradient goes there past the gather, which would have had to be given the sum on all ranks, to keep a part of it.
+
+    Shapes: (B, T, H) -> (B, T, D) for each layer.
+
+    Comm: backward one all-reduce over `group`, the bytes of the input. Of a gathered input: backward one
+    reduce-scatter, and unless it was kept one all-gather before it, each the bytes of the gathered input.
+
+    Source: Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198, section 4.2.2: "we only store the Y_i^s part
+    on the i-th tensor parallel rank and perform an extra all-gather in the backward pass".
+
+    Args:
+        x_BTH: What all layers read.
+        layers: The layers.
+        group: Tensor ranks.
+        keep_gathered_input: Whether a gathered input is kept for the backward pass.
+    """
+    shard_BtH = getattr(x_BTH, "sequence_shard", None)
+    whole = None if shard_BtH is None else x_BTH.detach()
+    parameters = [parameter for layer in layers for parameter in (layer.weight, layer.bias)]
+    tensors = _as_autocast(x_BTH if shard_BtH is None else shard_BtH, whole, *parameters)
+    return _Columns.apply(layers, group, keep_gathered_input, *tensors)
+
+
+def _as_autocast(x: torch.Tensor, *others: torch.Tensor | None) -> list[torch.Tensor | None]:
+    """The tensors in autocast's format, where it is on: it does not reach into a function like this one."""
+    if not torch.is_autocast_enabled(x.device.type):
+        return [x, *others]
+    dtype = torch.get_autocast_dtype(x.device.type)
+    return [tensor if tensor is None else tensor.to(dtype) for tensor in (x, *others)]
+
+
+class _Columns(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, layers, group, keep_gathered_input, x, gathered, *parameters):
+        ctx.layers, ctx.group = tuple(layers), group
+        ctx.length = None if gathered is None else gathered.shape[1]
+        ctx.gathers_again = gathered is not None and not keep_gathered_input
+        ctx.set_materialize_grads(False)
+        read = x if gathered is None else gathered
+        ctx.save_for_backward(x if ctx.gathers_again else read, *parameters[::2])
+        weights = _rows_per_output(layers, parameters[::2])
+        return tuple(F.linear(read, weight, bias) for weight, bias in zip(weights, parameters[1::2], strict=True))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads):
+        read, *weights = ctx.saved_tensors
+        _, _, _, needs_input, _, *needs_parameter = ctx.needs_input_grad
+        read = _Read(read, ctx.length if ctx.gathers_again else None, ctx.group)
+        # What is started first is on its way while the input's gradient is computed, that while the weights' are.
+        reducing = None
+        if any(needs_parameter[::2]) and not weights_are_put_off():
+            read.start()
+        if needs_input:
+            reducing = _start_sum(_partial(grads, _rows_per_output(ctx.layers, weights)), ctx.length, ctx.group)
+        of_parameters: list[torch.Tensor | None] = []
+        for i, (layer, grad) in enumerate(zip(ctx.layers, grads, strict=True)):
+            needs_weight, needs_bias = needs_parameter[2 * i : 2 * i + 2]
+            of_parameters += _of_layer(layer, grad, read, needs_weight, needs_bias, ctx.group)
+        return None, None, None, None if reducing is None else reducing.wait(), None, *of_parameters
+
+
+def _rows_per_output(layers: Sequence[ColumnLayer], weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [weight.t() if layer.transposed else weight for layer, weight in zip(layers, weights, strict=True)]
+
+
+def _partial(grads: Sequence[torch.Tensor | None], weights_DH: Sequence[torch.Tensor]) -> torch.Tensor:
+    """This rank's part of the input's gradient."""
+    used = [(grad, weight) for grad, weight in zip(grads, weights_DH, strict=True) if grad is not None]
+    (grad, weight), *others = used
+    total = grad.flatten(0, -2) @ weight
+    for other, weight in others:
+        total.addmm_(other.flatten(0, -2), weight)
+    return total.unflatten(0, grad.shape[:-1])
+
+
+def _start_sum(partial_BTH: torch.Tensor, length: int | None, group: dist.ProcessGroup) -> Started:
+    """Starts to sum the ranks' parts; `length` is None where the input was not gathered from their positions."""
+    if length is None:
+        return start_all_reduce(partial_BTH, group)
+    return start_reduce_scatter(partial_BTH, 1, group)
+
+
+class _Read:
+    """What the layers have read, for the gradients of their weights.
+
+    Args:
+        kept: The whole of it, or this rank's positions.
+        length: All positions, which are gathered again; None: it is whole.
+        group: Tensor ranks.
+    """
+
+    def __init__(self, kept: torch.Tensor, length: int | None, group: dist.ProcessGroup) -> None:
+        self._kept, self._length, self._group = kept, length, group
+        self._gathering: Started | None = None
+
+    def start(self) -> None:
+        """Starts to gather it, where it is to be gathered."""
+        if self._length is not None:
+            self._gathering = start_all_gather(self._kept, 1, self._length, self._group)
+            self._length = None
+
+    def wait(self) -> torch.Tensor:
+        """The whole; gathered once, whichever layer needs it first."""
+        self.start()
+        if self._gathering is not None:
+            self._kept, self._gathering = self._gathering.wait(), None
+        return self._kept
+
+
+def _of_layer(
+    layer: ColumnLayer,
+    grad_BTD: torch.Tensor | None,
+    read: _Read,
+    needs_weight: bool,
+    needs_bias: bool,
+    group: dist.ProcessGroup,
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Gradients of a layer's weight and bias; None of what needs none, and of what comes later."""
+    if grad_BTD is None:
+        return None, None
+    grad_ND = grad_BTD.flatten(0, -2)
+    weight = gradient_of(layer.weight, partial(_of_weight, layer, grad_ND, read, group)) if needs_weight else None
+    bias = gradient_of(layer.bias, partial(_of_bias, layer, grad_ND, group)) if needs_bias else None
+    return weight, bias
+
+
+def _of_weight(layer: ColumnLayer, grad_ND: torch.Tensor, read: _Read, group: dist.ProcessGroup) -> torch.Tensor:
+    x_NH = read.wait().flatten(0, -2)
+    of_weight = x_NH.t() @ grad_ND if layer.transposed else grad_ND.t() @ x_NH
+    return of_weight if layer.weight_copies is None else layer.weight_copies.sum(of_weight, group)
+
+
+def _of_bias(layer: ColumnLayer, grad_ND: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    of_bias = grad_ND.sum(0)
+    return of_bias if layer.bias_copies is None else layer.bias_copies.sum(of_bias, group)

@@ -61,7 +61,7 @@ class ColumnParallelLinear(ParallelLinear):
 
     Shapes: (..., I) on all ranks -> (..., d) on each, or (..., D) on all with `gather_output`.
 
-    Comm: as `columns`; with `gather_output`, forward one all-gather of the bytes of the whole output.
+    Comm: as `column_outputs`; with `gather_output`, forward one all-gather of the bytes of the whole output.
 
     Attributes:
         gather_output: Whether the ranks' outputs are joined: in the order of the whole layer's, without padding.

@@ -231,7 +231,7 @@ def overlap_on_rank(group, kind, x, sequence_parallel):
     with pytest.MonkeyPatch.context() as patch:
         for function, name in names.items():
             patch.setattr(
-                f"ds_trainer.parallel.tensor.columns.{function}", watched(getattr(collectives, function), name)
+                f"ds_trainer.parallel.tensor.column_group.{function}", watched(getattr(collectives, function), name)
             )
         with order:
             sum(output.sum() for output in outputs).backward()
