@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ds_trainer.config.schema import LossConfig
+from ds_trainer.config.training_sections import LossConfig
 from ds_trainer.errors import ConfigError
 from ds_trainer.log import warn_once
 

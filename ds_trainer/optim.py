@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ds_trainer.config.resolved import ResolvedConfig
-from ds_trainer.config.schema import OptimizerConfig, ScheduleConfig
+from ds_trainer.config.training_sections import OptimizerConfig, ScheduleConfig
 from ds_trainer.errors import ConfigError
 
 

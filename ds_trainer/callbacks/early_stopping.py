@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ds_trainer.callbacks.base import Callback
 from ds_trainer.callbacks.best_metric import is_better, metric_value
-from ds_trainer.config.schema import EvaluationConfig
+from ds_trainer.config.training_sections import EvaluationConfig
 from ds_trainer.log import get_logger
 from ds_trainer.metrics import EvalMetrics
 

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 from ds_trainer.callbacks.base import Callback
 from ds_trainer.callbacks.hf_logs import by_phase, hf_logs
 from ds_trainer.config.keys import leaf_values
-from ds_trainer.config.schema import LoggingConfig, RunConfig
+from ds_trainer.config.schema import RunConfig
+from ds_trainer.config.training_sections import LoggingConfig
 from ds_trainer.distributed.consensus import agreed
 from ds_trainer.errors import ConfigError, MachineError
 from ds_trainer.health.expected_wait import patience

@@ -10,9 +10,10 @@ from shutil import get_terminal_size
 
 from ds_trainer.cli.config import resolved_run
 from ds_trainer.cli.printing import print_until_closed
+from ds_trainer.config.engine_sections import ParallelConfig
 from ds_trainer.config.io import load_config
 from ds_trainer.config.resolved import ResolvedConfig
-from ds_trainer.config.schema import ParallelConfig, RunConfig
+from ds_trainer.config.schema import RunConfig
 from ds_trainer.config.stage_assignment import deal_out, num_stages, parts_of, positions
 from ds_trainer.errors import ConfigError
 from ds_trainer.planning.checkpoint_spec import ModelSpec

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ds_trainer.config.schema import BatchConfig
+from ds_trainer.config.training_sections import BatchConfig
 from ds_trainer.errors import ConfigError
 from ds_trainer.planning.pp_schedules import refusal
 

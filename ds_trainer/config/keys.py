@@ -11,7 +11,8 @@ from typing import Any, get_args
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from ds_trainer.config.schema import Name, RunConfig, Section
+from ds_trainer.config.field_types import Name, Section
+from ds_trainer.config.schema import RunConfig
 from ds_trainer.errors import ConfigError
 
 FOREIGN_SPELLINGS = {

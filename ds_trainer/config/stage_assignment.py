@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from math import prod
 from typing import Any
 
+from ds_trainer.config.engine_sections import ParallelConfig
 from ds_trainer.config.provenance import Asked
-from ds_trainer.config.schema import ParallelConfig, RunConfig
+from ds_trainer.config.schema import RunConfig
 from ds_trainer.config.tp_rules import shares_of
 from ds_trainer.errors import ConfigError
 from ds_trainer.planning.checkpoint_spec import ModelSpec

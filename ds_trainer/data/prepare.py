@@ -11,7 +11,7 @@ from typing import Any
 from huggingface_hub.constants import HF_HOME
 from tqdm import tqdm
 
-from ds_trainer.config.schema import DataConfig
+from ds_trainer.config.input_sections import DataConfig
 from ds_trainer.data.build_once import StopCheck, build_once
 from ds_trainer.data.encode import IGNORE, Encoded, encode
 from ds_trainer.data.readers import Origin, Source, open_source

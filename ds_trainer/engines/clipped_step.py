@@ -7,7 +7,7 @@ from math import isfinite
 
 import torch
 
-from ds_trainer.config.schema import OptimizerConfig
+from ds_trainer.config.training_sections import OptimizerConfig
 from ds_trainer.engines.base import StepOutcome
 from ds_trainer.engines.clip import clip_by_norm, global_norm
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ds_trainer.config.schema import ParallelConfig
+from ds_trainer.config.engine_sections import ParallelConfig
 from ds_trainer.distributed.process_groups import Mesh
 from ds_trainer.engines.base import Engine
 from ds_trainer.errors import DataError

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrained
 from transformers.models.auto.auto_factory import _BaseAutoModelClass
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from ds_trainer.config.schema import ModelConfig
+from ds_trainer.config.input_sections import ModelConfig
 from ds_trainer.errors import ConfigError, ModelError
 from ds_trainer.models.hub import resolve_folder
 from ds_trainer.models.recompute import recompute_activations

@@ -11,7 +11,7 @@ from math import prod
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ds_trainer.config.schema import ModelConfig
+from ds_trainer.config.input_sections import ModelConfig
 from ds_trainer.errors import ModelError
 from ds_trainer.layout import Box
 from ds_trainer.log import get_logger

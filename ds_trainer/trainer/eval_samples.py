@@ -9,7 +9,7 @@ from pathlib import Path
 from textwrap import indent
 from typing import TYPE_CHECKING, Any
 
-from ds_trainer.config.schema import EvaluationConfig
+from ds_trainer.config.training_sections import EvaluationConfig
 from ds_trainer.data.loader import BatchLoader
 from ds_trainer.data.prompts import Prompt, first_prompts
 from ds_trainer.errors import ConfigError

@@ -9,9 +9,10 @@ from typing import Any
 from ds_trainer.checkpoint.folder import checkpoints
 from ds_trainer.checkpoint.store import LAYOUT, RUN, Checkpoint, open_checkpoint, open_newest
 from ds_trainer.config.backend import backend
+from ds_trainer.config.engine_sections import ParallelConfig
 from ds_trainer.config.keys import flatten
 from ds_trainer.config.resolved import ResolvedConfig
-from ds_trainer.config.schema import ParallelConfig, RunConfig
+from ds_trainer.config.schema import RunConfig
 from ds_trainer.distributed.process_groups import Mesh
 from ds_trainer.engines.state_handles import MASTER
 from ds_trainer.errors import CheckpointError

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ds_trainer.config.schema import ParallelConfig
+from ds_trainer.config.engine_sections import ParallelConfig
 from ds_trainer.distributed.process_groups import Mesh, init_mesh
 from ds_trainer.launch.environment import grid_from_environment
 from ds_trainer.models.weight_source import ModuleWeights

@@ -12,7 +12,7 @@ import torch
 import transformers
 from torch import nn
 
-from ds_trainer.config.schema import ParallelConfig
+from ds_trainer.config.engine_sections import ParallelConfig
 from ds_trainer.distributed.process_groups import Mesh, init_mesh
 from ds_trainer.errors import UserError
 from ds_trainer.launch.environment import grid_from_environment

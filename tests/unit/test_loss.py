@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from ds_trainer.config.schema import LossConfig
+from ds_trainer.config.training_sections import LossConfig
 from ds_trainer.errors import ConfigError
 from ds_trainer.loss import CausalLMLoss, CrossEntropy, ModelOwnLoss, UserLoss, make_loss, shifted_labels
 

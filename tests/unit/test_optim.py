@@ -6,7 +6,8 @@ from torch import nn
 from transformers import get_scheduler
 
 from ds_trainer.config.resolved import Machine, ResolvedConfig
-from ds_trainer.config.schema import OptimizerConfig, RunConfig, ScheduleConfig
+from ds_trainer.config.schema import RunConfig
+from ds_trainer.config.training_sections import OptimizerConfig, ScheduleConfig
 from ds_trainer.errors import ConfigError
 from ds_trainer.optim import build_optimizer, hand_over, lr_factor, make_optimizer, parameter_groups, warmup_steps
 

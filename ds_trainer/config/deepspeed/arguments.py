@@ -11,7 +11,8 @@ from ds_trainer.config.deepspeed.keys import OFFLOAD_DEVICES, STAGES
 from ds_trainer.config.deepspeed.native_keys import unified_keys
 from ds_trainer.config.keys import assign, flatten
 from ds_trainer.config.resolved import ResolvedConfig
-from ds_trainer.config.schema import OptimizerConfig, RunConfig
+from ds_trainer.config.schema import RunConfig
+from ds_trainer.config.training_sections import OptimizerConfig
 from ds_trainer.errors import ConfigError, ConfigErrors
 
 _SHORTEST_WARMUP = 2

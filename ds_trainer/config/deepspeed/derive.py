@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from ds_trainer.config.deepspeed.keys import IGNORED_BY_BF16_OPTIMIZER, STAGES, uses_bf16_optimizer
+from ds_trainer.config.engine_sections import ZeroConfig
 from ds_trainer.config.resolved import Machine, ModelSize
-from ds_trainer.config.schema import ZeroConfig
 from ds_trainer.errors import ConfigError
 
 Derived = dict[str, tuple[Any, str]]

@@ -10,7 +10,7 @@ import deepspeed
 import torch
 from torch import nn
 
-from ds_trainer.config.schema import ModelConfig
+from ds_trainer.config.input_sections import ModelConfig
 from ds_trainer.models.blocks import blocks
 from ds_trainer.parallel.tensor.linear import ColumnParallelLinear
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from torch import nn
 from transformers import PreTrainedModel
 
-from ds_trainer.config.schema import FSDPConfig
+from ds_trainer.config.engine_sections import FSDPConfig
 from ds_trainer.errors import ConfigError
 from ds_trainer.parallel.tensor.linear import ColumnParallelLinear
 

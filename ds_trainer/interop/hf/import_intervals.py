@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, get_args
 
 from ds_trainer.config.keys import default
-from ds_trainer.config.schema import LoggingConfig
+from ds_trainer.config.training_sections import LoggingConfig
 from ds_trainer.interop.hf.arguments import HFImport
 
 _ALL = 10**9

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from ds_trainer.config.schema import ParallelConfig
+from ds_trainer.config.engine_sections import ParallelConfig
 from ds_trainer.distributed.process_groups import Mesh
 from ds_trainer.errors import ModelError
 from ds_trainer.log import get_logger

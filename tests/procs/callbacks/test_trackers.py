@@ -15,7 +15,7 @@ import pytest
 from accelerate.state import PartialState
 
 from ds_trainer.callbacks import trackers
-from ds_trainer.config.schema import LoggingConfig
+from ds_trainer.config.training_sections import LoggingConfig
 from ds_trainer.errors import ConfigError, MachineError
 from ds_trainer.metrics import StepMetrics
 from tests.helpers.runs import D8, make_trainer

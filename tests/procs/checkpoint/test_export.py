@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ds_trainer.checkpoint.export import export_model
-from ds_trainer.config.schema import ModelConfig
+from ds_trainer.config.input_sections import ModelConfig
 from ds_trainer.errors import MachineError, ModelError
 from ds_trainer.models.hf import build_skeleton
 from ds_trainer.models.weights import CheckpointWeights, load_full

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ds_trainer.config.schema import ModelConfig
+from ds_trainer.config.input_sections import ModelConfig
 from ds_trainer.layout import Box, Cut
 from ds_trainer.models.hf import build_skeleton
 from ds_trainer.models.resize import fit_embeddings

@@ -11,7 +11,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForSeque
 from transformers.core_model_loading import ConversionOps, WeightConverter
 
 from ds_trainer import log
-from ds_trainer.config.schema import ModelConfig
+from ds_trainer.config.input_sections import ModelConfig
 from ds_trainer.errors import ConfigError, ModelError
 from ds_trainer.layout import Box
 from ds_trainer.models import conversions

@@ -10,7 +10,7 @@ from transformers import TrainerState as HFState
 
 from ds_trainer.callbacks.best_metric import is_better, metric_value
 from ds_trainer.callbacks.early_stopping import EarlyStoppingCallback
-from ds_trainer.config.schema import EvaluationConfig
+from ds_trainer.config.training_sections import EvaluationConfig
 from ds_trainer.errors import ConfigError
 from ds_trainer.metrics import EvalMetrics
 from ds_trainer.trainer.state import TrainerControl

@@ -18,8 +18,8 @@ from ds_trainer.config.deepspeed.arguments import to_deepspeed
 from ds_trainer.config.io import load_config
 from ds_trainer.config.resolve import resolve, total_steps
 from ds_trainer.config.resolved import Machine
-from ds_trainer.config.schema import BatchConfig
 from ds_trainer.config.torch.arguments import fsdp2_arguments
+from ds_trainer.config.training_sections import BatchConfig
 from ds_trainer.errors import ConfigError, ConfigErrors
 from ds_trainer.host.preflight import host_parts
 from ds_trainer.interop.torch.snippet import ddp_snippet, fsdp2_snippet

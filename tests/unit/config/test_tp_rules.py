@@ -10,11 +10,11 @@ import pytest
 from ds_trainer.cli import main
 from ds_trainer.cli.config import share_rows
 from ds_trainer.config.deepspeed.arguments import to_deepspeed
+from ds_trainer.config.engine_sections import ParallelConfig
 from ds_trainer.config.io import load_config
 from ds_trainer.config.machine import probe_machine_pure
 from ds_trainer.config.resolve import resolve
 from ds_trainer.config.resolved import Machine
-from ds_trainer.config.schema import ParallelConfig
 from ds_trainer.config.torch.arguments import fsdp2_arguments
 from ds_trainer.config.tp_rules import shares_of
 from ds_trainer.errors import ConfigErrors, ModelError

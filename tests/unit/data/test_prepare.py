@@ -7,7 +7,7 @@ import datasets
 import pytest
 
 import ds_trainer.data.prepare as prepare_module
-from ds_trainer.config.schema import DataConfig
+from ds_trainer.config.input_sections import DataConfig
 from ds_trainer.data.prepare import prepare
 from ds_trainer.data.tokenized import ROWS_PER_BATCH, preview
 from ds_trainer.errors import DataError, MachineError

@@ -9,7 +9,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ds_trainer.config.schema import CheckpointConfig, ModelConfig, RunConfig
+from ds_trainer.config.input_sections import ModelConfig
+from ds_trainer.config.schema import RunConfig
+from ds_trainer.config.training_sections import CheckpointConfig
 from ds_trainer.errors import ConfigError, ModelError
 from ds_trainer.models import recompute
 from ds_trainer.models.build import build_model

@@ -8,7 +8,7 @@ from typing import get_args
 import pytest
 from torch.distributed.pipelining import schedules as torch_schedules
 
-from ds_trainer.config import schema
+from ds_trainer.config.engine_sections import Schedule
 from ds_trainer.errors import ConfigError
 from ds_trainer.planning.pp_schedules import (
     NAMES,
@@ -84,7 +84,7 @@ def texts(schedule) -> list[list[str]]:
 
 
 def test_the_names_are_those_of_the_config():
-    assert get_args(schema.Schedule) == NAMES
+    assert get_args(Schedule) == NAMES
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, Qwen3Config, Qwen3ForCausalLM
 
-from ds_trainer.config.schema import ParallelConfig
+from ds_trainer.config.engine_sections import ParallelConfig
 from ds_trainer.errors import ModelError
 from ds_trainer.launch.rank_grid import Grid
 from ds_trainer.parallel.tensor.parallelize import split_model

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
 
-from ds_trainer.config.schema import FSDPConfig
+from ds_trainer.config.engine_sections import FSDPConfig
 from ds_trainer.engines.fsdp2.wrap import groups
 from ds_trainer.errors import ConfigError
 from tests.helpers.tiny import tiny_llama
