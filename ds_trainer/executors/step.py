@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ds_trainer.data import batch_consistency
+from ds_trainer.data.consistency import batch_digest, check_same_batches, digest_term
 from ds_trainer.distributed.consensus import agreed
 from ds_trainer.distributed.process_groups import Mesh
 from ds_trainer.executors.base import Executor
@@ -59,11 +59,11 @@ def run_step(microbatches: Iterable[Batch], executor: Executor, loss: LossFuncti
         batches = list(microbatches)
         # Counted on the host: a GPU would have to be waited for.
         counts = sum(loss.num_tokens(batch) for batch in batches), sum(map(seen_tokens, batches))
-        own = batch_consistency.digest(batches, mesh.grid)
-        agreement.values = *counts, batch_consistency.difference(own, mesh.grid)
+        own = batch_digest(batches, mesh.grid)
+        agreement.values = *counts, digest_term(own, mesh.grid)
         batches = executor.prepared(batches)
     total, seen = map(int, agreement.sums[:2])
-    batch_consistency.require_same(agreement.sums[2], own, mesh, place)
+    check_same_batches(agreement.sums[2], own, mesh, place)
     if total == 0:
         return StepLoss(0.0, 0, seen, ())
     sums = executor.train(batches, total, 1 / total)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ds_trainer.data import batch_consistency
+from ds_trainer.data.consistency import batch_digest, check_same_batches, digest_term
 from ds_trainer.data.loader import BatchLoader
 from ds_trainer.distributed.consensus import agreed
 from ds_trainer.distributed.process_groups import Mesh
@@ -82,11 +82,11 @@ def run_evaluation(
             mesh.monitor.at(place)
             with agreed(mesh, place) as agreement:
                 batches = [batch for step in steps for batch in loader.step(step)]
-                own = batch_consistency.digest(batches, mesh.grid)
-                agreement.values = (batch_consistency.difference(own, mesh.grid),)
+                own = batch_digest(batches, mesh.grid)
+                agreement.values = (digest_term(own, mesh.grid),)
             if agreement.stop:
                 raise StopRequested
-            batch_consistency.require_same(agreement.sums[0], own, mesh, place)
+            check_same_batches(agreement.sums[0], own, mesh, place)
             local_tokens += sum(loss.num_tokens(batch) for batch in batches)
             found = executor.evaluate(batches, loss, collect_predictions)
             for _ in batches:

@@ -12,7 +12,7 @@ import torch
 from ds_trainer.checkpoint.export import export_model
 from ds_trainer.checkpoint.store import open_checkpoint
 from ds_trainer.config.schema import RunConfig
-from ds_trainer.data.dataset_consistency import same_everywhere
+from ds_trainer.data.consistency import check_same_dataset
 from ds_trainer.data.loader import BatchLoader
 from ds_trainer.distributed.consensus import agree, agreed
 from ds_trainer.engines.base import Engine
@@ -108,7 +108,7 @@ class ModelCalls:
 
         agree(self.run.mesh, "predict()")
         loader = self.run.splits.test(test_dataset)
-        same_everywhere(loader, self.run.mesh, "test")
+        check_same_dataset(loader, self.run.mesh, "test")
         result = self._evaluate_on(loader, collect=True)
         assert result.predictions is not None
         metrics = {f"test_{k}": float(v) for k, v in prediction_metrics(result, self._compute_metrics).items()}

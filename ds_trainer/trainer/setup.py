@@ -33,7 +33,7 @@ from ds_trainer.config.resolve import resolve
 from ds_trainer.config.resolved import Machine, ResolvedConfig
 from ds_trainer.config.schema import RunConfig
 from ds_trainer.config.stage_assignment import check_stages, deal_out, num_stages, virtual_stages
-from ds_trainer.data.dataset_consistency import same_everywhere
+from ds_trainer.data.consistency import check_same_dataset
 from ds_trainer.data.loader import BatchLoader
 from ds_trainer.data.loaders import Splits
 from ds_trainer.data.prepare import read_chat_template
@@ -160,7 +160,7 @@ def _assemble_on(mesh: Mesh, machine: Machine, config: RunConfig, origins: dict[
         splits = _splits(resolved, given, tokenizer, spec, grid)
         train_loader, eval_loader = splits.train(given.train_dataset), splits.eval(given.eval_dataset)
     _stop_if_asked(mesh)
-    probes, _ = same_everywhere(train_loader, mesh, "train"), same_everywhere(eval_loader, mesh, "eval")
+    probes, _ = check_same_dataset(train_loader, mesh, "train"), check_same_dataset(eval_loader, mesh, "eval")
     with agreed(mesh, "the model"):
         if checkpoint is not None and whole and train_loader is not None:
             check_run(checkpoint, resolved, checkpoint.json(STATE), train_loader.sampler.num_samples, probes)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from ds_trainer.data.dataset_consistency import same_everywhere
+from ds_trainer.data.consistency import check_same_dataset
 from ds_trainer.data.loader import BatchLoader
 from ds_trainer.data.sampler import GlobalBatchSampler
 from ds_trainer.distributed.process_groups import init_mesh
@@ -72,7 +72,7 @@ MADE = {
     "unreadable": Unreadable,
 }
 REFUSED = {
-    "lengths": "the samples of data.train are 7 on rank 0, 5 on rank 1\n  rule:   every rank holds the whole data set",
+    "lengths": "the samples of data.train are 7 on rank 0, 5 on rank 1\n  rule:   every rank holds the same full data set",
     "missing": "the samples of data.train are 7 on rank 0, none on rank 1\n",
     "split by rank": "data.train holds other samples on ranks [1] than on rank 0\n",
     "unreadable": "on rank 1: the file of sample 6 is empty\n",
@@ -106,7 +106,7 @@ def refusal(dataset, mesh):
     sampler = GlobalBatchSampler(len(dataset), 4, 2, mesh.grid.rank, 2) if dataset is not None else None
     loader = BatchLoader(dataset, sampler, collate, seed=5) if dataset is not None else None
     try:
-        same_everywhere(loader, mesh, "train")
+        check_same_dataset(loader, mesh, "train")
     except DataError as error:
         assert error.agreed
         return str(error)

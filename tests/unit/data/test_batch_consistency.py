@@ -1,9 +1,9 @@
-"""Tensor ranks that hold different samples are told apart by one sum over all ranks."""
+"""One sum over all ranks finds tensor-parallel ranks that hold different samples."""
 
 import pytest
 import torch
 
-from ds_trainer.data.batch_consistency import difference, digest, require_same
+from ds_trainer.data.consistency import batch_digest, check_same_batches, digest_term
 from ds_trainer.errors import DataError
 from ds_trainer.launch.rank_grid import Grid
 
@@ -15,13 +15,13 @@ def changed(**tensors):
 
 
 def total(digests, tp):
-    return sum(difference(own, Grid(world=len(digests), rank=rank, tp_size=tp)) for rank, own in enumerate(digests))
+    return sum(digest_term(own, Grid(world=len(digests), rank=rank, tp_size=tp)) for rank, own in enumerate(digests))
 
 
 def test_a_digest_follows_from_every_value():
     grid = Grid(world=2, tp_size=2)
-    own = digest([BATCH], grid)
-    assert own == digest([dict(reversed(BATCH.items()))], grid)
+    own = batch_digest([BATCH], grid)
+    assert own == batch_digest([dict(reversed(BATCH.items()))], grid)
     ids = BATCH["input_ids"].clone()
     ids[1, 2] += 1
     others = [
@@ -31,11 +31,11 @@ def test_a_digest_follows_from_every_value():
         [changed(scale=torch.tensor(1.0))],
         [BATCH, BATCH],
     ]
-    assert len({own, *(digest(batches, grid) for batches in others)}) == 6
+    assert len({own, *(batch_digest(batches, grid) for batches in others)}) == 6
 
 
 def test_without_tensor_parallelism_nothing_is_hashed():
-    assert digest([BATCH], Grid(world=2)) == 0
+    assert batch_digest([BATCH], Grid(world=2)) == 0
 
 
 @pytest.mark.parametrize("tp", [2, 3, 4])
@@ -58,7 +58,7 @@ def test_the_error_names_the_ranks_and_both_hashes():
             return [1, 1, 2, 255]
 
     with pytest.raises(DataError) as error:
-        require_same(-253.0, 1, Gathered(), "step 3")
+        check_same_batches(-253.0, 1, Gathered(), "step 3")
     assert error.value.agreed
     assert "step 3: ranks that share one copy" in str(error.value)
     assert "rank 2: hash 0000000002, rank 3: hash 00000000ff" in str(error.value)
