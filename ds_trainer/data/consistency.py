@@ -73,7 +73,7 @@ def check_same_dataset(loader: BatchLoader | None, mesh: Mesh, what: str) -> tup
 def _dataset_error(found: str) -> DataError:
     error = DataError(
         found,
-        "every rank holds the same full data set; ds_trainer assigns the samples of each step to the ranks",
+        "every rank holds the same data set; ds_trainer assigns the samples of each step to the ranks",
         "pass the same data set to Trainer on every rank, neither split by rank nor drawn with a seed of the rank",
     )
     error.agreed = True

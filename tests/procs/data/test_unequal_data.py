@@ -72,7 +72,7 @@ MADE = {
     "unreadable": Unreadable,
 }
 REFUSED = {
-    "lengths": "the samples of data.train are 7 on rank 0, 5 on rank 1\n  rule:   every rank holds the same full data set",
+    "lengths": "the samples of data.train are 7 on rank 0, 5 on rank 1\n  rule:   every rank holds the same data set",
     "missing": "the samples of data.train are 7 on rank 0, none on rank 1\n",
     "split by rank": "data.train holds other samples on ranks [1] than on rank 0\n",
     "unreadable": "on rank 1: the file of sample 6 is empty\n",
