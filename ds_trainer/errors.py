@@ -19,7 +19,7 @@ class DsTrainerError(Exception):
     """
 
     exit_code = 1
-    is_told = False
+    is_reported = False
     """Whether its text has been written already."""
 
     def __init__(self, found: str, rule: str, change: str) -> None:
@@ -38,7 +38,7 @@ class UserError(DsTrainerError):
     """A fault that the user can mend: printed without a traceback, exit code 2."""
 
     exit_code = 2
-    agreed = False
+    on_all_ranks = False
     """True once every rank raises this same error, so that one voice is enough."""
 
 
@@ -103,7 +103,7 @@ def exit_on_user_error(debug: bool = False) -> Iterator[None]:
     except DsTrainerError as error:
         if debug:
             raise
-        tell(error)
+        report_error(error)
         sys.exit(error.exit_code)
 
 
@@ -113,10 +113,10 @@ def one_of(choices: Iterable[object]) -> str:
     return texts[0] if len(texts) == 1 else f"one of {', '.join(texts)}"
 
 
-def tell(error: DsTrainerError) -> None:
+def report_error(error: DsTrainerError) -> None:
     """Writes an error's text to stderr, once; where all ranks raise the same, on the first of each node only."""
-    same_everywhere = isinstance(error, ConfigError) or (isinstance(error, UserError) and error.agreed)
-    if not error.is_told and (not same_everywhere or local_rank() == 0):
+    same_everywhere = isinstance(error, ConfigError) or (isinstance(error, UserError) and error.on_all_ranks)
+    if not error.is_reported and (not same_everywhere or local_rank() == 0):
         notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", []))
         print(f"\nerror: {error}{notes}", file=sys.stderr, flush=True)
-    error.is_told = True
+    error.is_reported = True

@@ -17,9 +17,9 @@ from ds_trainer.callbacks.hf_logs import by_phase, hf_logs
 from ds_trainer.config.keys import leaf_values
 from ds_trainer.config.schema import RunConfig
 from ds_trainer.config.training_sections import LoggingConfig
-from ds_trainer.distributed.consensus import agreed
+from ds_trainer.distributed.consensus import consensus
 from ds_trainer.errors import ConfigError, MachineError
-from ds_trainer.health.expected_wait import patience
+from ds_trainer.health.expected_wait import expected_wait
 from ds_trainer.log import get_logger, warn_once
 from ds_trainer.metrics import EvalMetrics, StepMetrics
 
@@ -62,12 +62,12 @@ class TrackerCallback(Callback):
     def on_train_begin(self, trainer: Trainer) -> None:
         """Starts the trackers.
 
-        Comm: one agreement over all ranks.
+        Comm: one consensus over all ranks.
 
         Raises:
             MachineError: A tracker does not start.
         """
-        with agreed(trainer.run.mesh, "the start of the trackers"):
+        with consensus(trainer.run.mesh, "the start of the trackers"):
             if trainer.is_world_process_zero:
                 self._start(trainer.config, trainer.state.global_step)
 
@@ -128,7 +128,7 @@ class _Feed:
         """
         threading.Thread(target=self._work, args=(config,), name=self._name, daemon=True).start()
         try:
-            with patience():
+            with expected_wait():
                 return self._started.result(START_S)
         except TimeoutError:
             found = f"{self._name} has not started within {START_S:.0f} s"
@@ -150,7 +150,7 @@ class _Feed:
     def finish(self) -> None:
         """Waits until the tracker has sent everything, for a while."""
         self._lines.put(None)
-        with patience():
+        with expected_wait():
             in_time = self._finished.wait(FINISH_S)
         if not in_time:
             warn_once(f"{self._name} has not finished within {FINISH_S:.0f} s: what it has not sent is lost")

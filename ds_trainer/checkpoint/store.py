@@ -27,7 +27,7 @@ from ds_trainer.checkpoint.folder import (
 )
 from ds_trainer.checkpoint.shard_reader import StoredState, reading
 from ds_trainer.checkpoint.shard_writer import INDEX, Shard, write_shards
-from ds_trainer.distributed.consensus import agreed
+from ds_trainer.distributed.consensus import consensus
 from ds_trainer.distributed.process_groups import Mesh
 from ds_trainer.errors import CheckpointError, MachineError
 from ds_trainer.log import get_logger
@@ -87,19 +87,19 @@ def save(
     folder = folder_of(output_dir, step)
     aside, is_first = aside_of(folder), mesh.grid.rank == 0
     try:
-        with agreed(mesh, f"the save of {folder.name}"), _writing(folder):
+        with consensus(mesh, f"the save of {folder.name}"), _writing(folder):
             if is_first:
                 _write_shared(aside, shared)
-        with agreed(mesh, f"the folder of {folder.name}"):
+        with consensus(mesh, f"the folder of {folder.name}"):
             _require_seen(aside, mesh.grid.rank)
         _write_shards(shards, aside, mesh.grid.rank, folder)
         written: dict[str, dict[str, int | str]] = {}
-        with agreed(mesh, f"the files of {folder.name}"), _writing(folder):
+        with consensus(mesh, f"the files of {folder.name}"), _writing(folder):
             _write_rank(aside, mesh.grid.rank, mine)
             names = [p.relative_to(aside).as_posix() for p in _files_of(aside, mesh.grid.rank)]
             written = {name: _verified(aside / name) for name in names}
-        everyone = mesh.gather_objects(written)
-        with agreed(mesh, f"the manifest of {folder.name}"), _writing(folder):
+        everyone = mesh.gather_over_world(written)
+        with consensus(mesh, f"the manifest of {folder.name}"), _writing(folder):
             if is_first:
                 commit(aside, folder, {name: mark for of_rank in everyone for name, mark in of_rank.items()})
     finally:
@@ -151,7 +151,7 @@ def _write_shards(shards: Mapping[str, Shard], aside: Path, rank: int, folder: P
         if not isinstance(cause, OSError | SafetensorError):
             raise
         failure = _cannot_write(folder, cause)
-        failure.agreed = True
+        failure.on_all_ranks = True
         raise failure from cause
 
 
@@ -216,7 +216,7 @@ def open_newest(output_dir: Path, mesh: Mesh) -> Checkpoint | None:
         output_dir: The run's folder.
         mesh: Process groups.
     """
-    for folder in mesh.gather_objects(checkpoints(output_dir))[0]:
+    for folder in mesh.gather_over_world(checkpoints(output_dir))[0]:
         faults = _faults(folder, mesh)
         if not faults:
             return Checkpoint(folder)
@@ -241,7 +241,7 @@ def open_checkpoint(folder: Path, mesh: Mesh | None) -> Checkpoint:
             "every file of a checkpoint is what its manifest says",
             "name another checkpoint; checkpoint.resume = auto takes the newest whole one",
         )
-        error.agreed = True
+        error.on_all_ranks = True
         raise error
     return Checkpoint(folder)
 
@@ -255,5 +255,5 @@ def _faults(folder: Path, mesh: Mesh | None) -> list[str]:
     if mesh is None:
         return faults + file_faults(folder, files, files)
     share = list(files)[mesh.grid.rank :: mesh.grid.world]
-    everyone = mesh.gather_objects(faults + file_faults(folder, files, share))
+    everyone = mesh.gather_over_world(faults + file_faults(folder, files, share))
     return list(dict.fromkeys(fault for of_rank in everyone for fault in of_rank))

@@ -19,7 +19,7 @@ import torch
 from ds_trainer.data.loader import BatchLoader
 from ds_trainer.data.microbatch import BatchMaker
 from ds_trainer.data.rng import own_streams_kept
-from ds_trainer.distributed.consensus import agreed
+from ds_trainer.distributed.consensus import consensus
 from ds_trainer.distributed.process_groups import Mesh
 from ds_trainer.errors import DataError
 from ds_trainer.launch.rank_grid import Grid
@@ -45,7 +45,7 @@ class _DatasetSummary:
 def check_same_dataset(loader: BatchLoader | None, mesh: Mesh, what: str) -> tuple[str | None, ...] | None:
     """Refuses data sets that differ between ranks in length or in their first, middle or last sample.
 
-    Comm: an agreement that all ranks can read their samples, and one gather of about 200 bytes.
+    Comm: a consensus that all ranks can read their samples, and one gather of about 200 bytes.
 
     Args:
         loader: This rank's loader; None where it has no such data.
@@ -58,9 +58,9 @@ def check_same_dataset(loader: BatchLoader | None, mesh: Mesh, what: str) -> tup
     Raises:
         UserError: They differ, or a rank cannot read a sample; on every rank.
     """
-    with agreed(mesh, f"the check of data.{what}"):
+    with consensus(mesh, f"the check of data.{what}"):
         own = _DatasetSummary(None) if loader is None else _summarise(loader.maker)
-    summaries: list[_DatasetSummary] = mesh.gather_objects(own)
+    summaries: list[_DatasetSummary] = mesh.gather_over_world(own)
     if len({each.length for each in summaries}) > 1:
         lengths = (f"{'none' if each.length is None else each.length} on rank {i}" for i, each in enumerate(summaries))
         raise _dataset_error(f"the samples of data.{what} are {', '.join(lengths)}")
@@ -76,7 +76,7 @@ def _dataset_error(found: str) -> DataError:
         "every rank holds the same data set; ds_trainer assigns the samples of each step to the ranks",
         "pass the same data set to Trainer on every rank, neither split by rank nor drawn with a seed of the rank",
     )
-    error.agreed = True
+    error.on_all_ranks = True
     return error
 
 
@@ -154,7 +154,7 @@ def check_same_batches(total: float, own: int, mesh: Mesh, place: str) -> None:
     """
     if total == 0:
         return
-    digests = mesh.gather_objects(own)
+    digests = mesh.gather_over_world(own)
     groups = ([(rank, digests[rank]) for rank in ranks] for ranks in mesh.grid.model_ranks)
     differing = next(group for group in groups if len({value for _, value in group}) > 1)
     error = DataError(
@@ -165,5 +165,5 @@ def check_same_batches(total: float, own: int, mesh: Mesh, place: str) -> None:
         "let samples depend on their index alone: no shuffling, sampling or augmentation that depends on the rank or "
         "on a seed that differs between ranks",
     )
-    error.agreed = True
+    error.on_all_ranks = True
     raise error

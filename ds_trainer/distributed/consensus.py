@@ -21,11 +21,11 @@ MAX_VALUES = 4
 
 
 @dataclass
-class Agreement:
+class Consensus:
     """What all ranks know together after they have met.
 
     Args:
-        values: This rank's numbers, at most `MAX_VALUES`, to be set before the end of the agreed block.
+        values: This rank's numbers, at most `MAX_VALUES`, to be set before the end of the block.
         sums: Their sums over the data ranks; all ranks of one model copy have the same numbers, which count once.
         stop: Whether any rank was asked to stop.
     """
@@ -35,7 +35,7 @@ class Agreement:
     stop: bool = False
 
 
-def agree(mesh: Mesh, place: str, *values: float) -> Agreement:
+def agree(mesh: Mesh, place: str, *values: float) -> Consensus:
     """Meets all ranks at a place, to which user code could bring some of them only.
 
     Args:
@@ -48,13 +48,13 @@ def agree(mesh: Mesh, place: str, *values: float) -> Agreement:
     Raises:
         DesyncError: Ranks are at different places; on every rank.
     """
-    with agreed(mesh, place) as agreement:
-        agreement.values = values
-    return agreement
+    with consensus(mesh, place) as outcome:
+        outcome.values = values
+    return outcome
 
 
 @contextmanager
-def agreed(mesh: Mesh, place: str) -> Iterator[Agreement]:
+def consensus(mesh: Mesh, place: str) -> Iterator[Consensus]:
     """Runs a block that may fail on some ranks; then all ranks go on, or all raise the first failing rank's error.
 
     Comm: that of `agree` at the end of the block; one gather of places and errors if it failed.
@@ -63,22 +63,22 @@ def agreed(mesh: Mesh, place: str) -> Iterator[Agreement]:
         UserError: The error of the lowest rank that raised one, its text naming that rank where others did not fail.
         DesyncError: Ranks are at different places.
     """
-    agreement, mine = Agreement(), None
+    outcome, mine = Consensus(), None
     try:
-        yield agreement
+        yield outcome
     except UserError as caught:
         mine = caught
-    count, tag = len(agreement.values), _tag(place)
+    count, tag = len(outcome.values), _tag(place)
     padding = [0.0] * (MAX_VALUES - count)
-    with mesh.monitor.agreeing(place):
+    with mesh.monitor.waiting_at(place):
         tags, squares, failed, stop, *sums = mesh.sum_over_world(
-            tag, tag * tag, mine is not None, signals.pending(), *agreement.values, *padding
+            tag, tag * tag, mine is not None, signals.pending(), *outcome.values, *padding
         )
         all_well = not failed and mesh.grid.world * int(squares) == int(tags) ** 2
-        everyone = [] if all_well else mesh.gather_objects((place, call_site(sys._getframe()), mine))
+        everyone = [] if all_well else mesh.gather_over_world((place, call_site(sys._getframe()), mine))
     if not all_well:
         raise _first_fault(everyone, mesh.grid.rank, mine)
-    agreement.sums, agreement.stop = tuple(total / mesh.grid.model_size for total in sums[:count]), stop > 0
+    outcome.sums, outcome.stop = tuple(total / mesh.grid.model_size for total in sums[:count]), stop > 0
 
 
 def _tag(place: str) -> int:
@@ -97,7 +97,7 @@ def _first_fault(everyone: list, rank: int, mine: UserError | None) -> UserError
         first = mine if mine is not None and failed[0] == rank else errors[failed[0]]
         if len(failed) < len(errors):
             first.args = (f"on rank {failed[0]}: {first.args[0]}",)
-    first.agreed = True
+    first.on_all_ranks = True
     return first
 
 

@@ -28,7 +28,7 @@ def probe_machine(world: int, device: Literal["cpu", "cuda"] | None = None) -> M
             "cuda needs a GPU, its driver, and a torch that is built for CUDA",
             "set run.device to cpu or leave it out, or mend the driver (nvidia-smi shows whether it works)",
         )
-        error.agreed = True  # Every rank of the node sees the same.
+        error.on_all_ranks = True  # Every rank of the node sees the same.
         raise error
     if device == "cpu" or not torch.cuda.is_available():
         return probe_machine_pure(world, "cpu")

@@ -67,14 +67,14 @@ class Mesh:
     model_host_group: dist.ProcessGroup
     monitor: Monitor
 
-    def sum(self, *values: float) -> list[float]:
+    def sum_over_dp(self, *values: float) -> list[float]:
         """Sums float64 numbers over the data ranks.
 
         Comm: one all-reduce over `dp_host_group`, 8 bytes per value.
         """
         return self._sum(values, self.dp_host_group)
 
-    def sum_over_stages(self, *values: float) -> list[float]:
+    def sum_over_pp(self, *values: float) -> list[float]:
         """Sums float64 numbers over the ranks of the pipeline.
 
         Comm: one all-reduce over `pp_host_group`, 8 bytes per value; none without a pipeline.
@@ -93,23 +93,23 @@ class Mesh:
         dist.all_reduce(tensor, group=group)
         return tensor.tolist()
 
-    def gather_objects(self, value: object) -> list:
+    def gather_over_world(self, value: object) -> list:
         """One picklable object from each rank, in rank order, on every rank."""
         return self._gather(value, self.host_group)
 
-    def gather_from_data_ranks(self, value: object) -> list:
+    def gather_over_dp(self, value: object) -> list:
         """One picklable object from each data rank, in their order, on every rank."""
         return self._gather(value, self.dp_host_group)
 
-    def gather_from_tensor_ranks(self, value: object) -> list:
+    def gather_over_tp(self, value: object) -> list:
         """One picklable object from each tensor rank, in their order, on every rank."""
         return self._gather(value, self.tp_host_group)
 
-    def gather_from_stages(self, value: object) -> list:
+    def gather_over_pp(self, value: object) -> list:
         """One picklable object from each rank of the pipeline, in its order, on every rank."""
         return self._gather(value, self.pp_host_group)
 
-    def from_one_stage(self, value: T | None) -> T:
+    def broadcast_object_over_pp(self, value: T | None) -> T:
         """The picklable object of the one rank of the pipeline that has any, on every rank of it.
 
         Args:
@@ -119,7 +119,7 @@ class Mesh:
         """
         held = [value]
         if self.grid.pp_size > 1:
-            holder = self.gather_from_stages(value is not None).index(True)
+            holder = self.gather_over_pp(value is not None).index(True)
             dist.broadcast_object_list(held, group=self.pp_host_group, group_src=holder)
         assert held[0] is not None
         return held[0]
@@ -129,7 +129,7 @@ class Mesh:
         dist.all_gather_object(out, value, group=group)
         return out
 
-    def broadcast(self, tensors: Iterable[torch.Tensor]) -> None:
+    def broadcast_over_world(self, tensors: Iterable[torch.Tensor]) -> None:
         """Overwrites tensors with rank 0's, the same on all ranks.
 
         Comm: one broadcast per tensor over all ranks, of its own bytes.
@@ -137,7 +137,7 @@ class Mesh:
         for tensor in tensors:
             dist.broadcast(tensor, src=0)
 
-    def broadcast_over_data_ranks(self, tensors: Iterable[torch.Tensor]) -> None:
+    def broadcast_over_dp(self, tensors: Iterable[torch.Tensor]) -> None:
         """Overwrites tensors with those of the first data rank that holds the same part of the model.
 
         Comm: one broadcast per tensor over `dp_group`, of its own bytes.

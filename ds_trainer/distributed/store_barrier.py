@@ -12,7 +12,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from ds_trainer.distributed.process_groups import Mesh
 from ds_trainer.errors import UserError
-from ds_trainer.health.expected_wait import patience
+from ds_trainer.health.expected_wait import expected_wait
 
 _POLL_S = 0.05
 _PARTING_S = 20.0
@@ -20,7 +20,7 @@ _visits: Counter[str] = Counter()
 
 
 @contextmanager
-def awaited(mesh: Mesh, place: str) -> Iterator[None]:
+def barrier_after(mesh: Mesh, place: str) -> Iterator[None]:
     """Runs a block that may take any time, and waits at its end until all ranks have run it or failed in it.
 
     A rank that ends meanwhile ends all, as everywhere.
@@ -32,16 +32,16 @@ def awaited(mesh: Mesh, place: str) -> Iterator[None]:
     Comm: a counter in the group's store; no collective.
     """
     mesh.monitor.at(place)
-    with patience():
+    with expected_wait():
         try:
             yield
-        except UserError:  # The next agreement makes it everybody's; any other exception ends all at once.
+        except UserError:  # The next consensus raises it on all ranks; any other exception ends all at once.
             _await_all(mesh.grid.world, place)
             raise
         _await_all(mesh.grid.world, place)
 
 
-def part_together(mesh: Mesh, place: str) -> None:
+def barrier_before_exit(mesh: Mesh, place: str) -> None:
     """Lets ranks that end together end together: a launcher kills the others once one has ended with an error.
 
     Waits a limited time: a rank may have ended by itself.

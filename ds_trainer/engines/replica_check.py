@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ds_trainer.distributed.consensus import agreed
+from ds_trainer.distributed.consensus import consensus
 from ds_trainer.distributed.process_groups import Mesh
 from ds_trainer.engines.base import Engine
 from ds_trainer.engines.introspect import content_hash
@@ -22,9 +22,9 @@ def check_replicas(engine: Engine, mesh: Mesh, place: str) -> None:
     Args:
         engine: Its fp32 masters are compared, of each data rank those that it owns; of tied weights what it runs with.
         mesh: Process groups.
-        place: The step's name in an agreement, such as "step 4".
+        place: The step's name in the consensus, such as "step 4".
 
-    Comm: one gather of a hash per such parameter over `tp_host_group`, one over `pp_host_group`, and one agreement;
+    Comm: one gather of a hash per such parameter over `tp_host_group`, one over `pp_host_group`, and one consensus;
         nothing where one rank holds the model.
 
     Raises:
@@ -32,7 +32,7 @@ def check_replicas(engine: Engine, mesh: Mesh, place: str) -> None:
     """
     if mesh.grid.model_size == 1:
         return
-    with agreed(mesh, f"the replicas after {place}"):
+    with consensus(mesh, f"the replicas after {place}"):
         if mesh.grid.tp_size > 1:
             _check_tensor_ranks(engine, mesh, place)
         if mesh.grid.pp_size > 1:
@@ -42,7 +42,7 @@ def check_replicas(engine: Engine, mesh: Mesh, place: str) -> None:
 def _check_tensor_ranks(engine: Engine, mesh: Mesh, place: str) -> None:
     firsts = _first_holders(engine.parameter_layout(), mesh.grid.tp_size)
     state = engine.state()
-    hashes = mesh.gather_from_tensor_ranks({n: content_hash([state[n][MASTER].read()]) for n in firsts})
+    hashes = mesh.gather_over_tp({n: content_hash([state[n][MASTER].read()]) for n in firsts})
     ranks = next(ranks for ranks in mesh.grid.tp_ranks if mesh.grid.rank in ranks)
     odd = [
         (name, ranks[rank], ranks[first])
@@ -68,7 +68,7 @@ def _first_holders(layout: list[ParameterSlice], tp_size: int) -> dict[str, list
 
 
 def _check_stages(engine: Engine, mesh: Mesh, place: str) -> None:
-    hashes = mesh.gather_from_stages({n: content_hash([value]) for n, value in engine.shared_parameters().items()})
+    hashes = mesh.gather_over_pp({n: content_hash([value]) for n, value in engine.shared_parameters().items()})
     ranks = next(ranks for ranks in mesh.grid.pp_ranks if mesh.grid.rank in ranks)
     for name in {name: None for held in hashes for name in held}:
         values = {rank: held[name] for rank, held in zip(ranks, hashes, strict=True) if name in held}

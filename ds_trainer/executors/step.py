@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ds_trainer.data.consistency import batch_digest, check_same_batches, digest_term
-from ds_trainer.distributed.consensus import agreed
+from ds_trainer.distributed.consensus import consensus
 from ds_trainer.distributed.process_groups import Mesh
 from ds_trainer.executors.base import Executor
 from ds_trainer.loss import Batch, LossFunction
@@ -46,30 +46,30 @@ def run_step(microbatches: Iterable[Batch], executor: Executor, loss: LossFuncti
         executor: Runs them.
         loss: Counts their label tokens.
         mesh: Process groups.
-        place: The step's name in an agreement, such as "step 4".
+        place: The step's name in the consensus, such as "step 4".
 
-    Comm: an agreement of all ranks that they have their batches, which sums the tokens too, before the first forward,
+    Comm: a consensus of all ranks that they have their batches, which sums the tokens too, before the first forward,
         and one all-reduce of the loss over the data ranks after the last backward, and one over the stages; and that of
         the executor.
 
     Raises:
         UserError: A rank's samples are wrong; on every rank, in its words.
     """
-    with agreed(mesh, place) as agreement:
+    with consensus(mesh, place) as outcome:
         batches = list(microbatches)
         # Counted on the host: a GPU would have to be waited for.
         counts = sum(loss.num_tokens(batch) for batch in batches), sum(map(seen_tokens, batches))
         own = batch_digest(batches, mesh.grid)
-        agreement.values = *counts, digest_term(own, mesh.grid)
+        outcome.values = *counts, digest_term(own, mesh.grid)
         batches = executor.prepared(batches)
-    total, seen = map(int, agreement.sums[:2])
-    check_same_batches(agreement.sums[2], own, mesh, place)
+    total, seen = map(int, outcome.sums[:2])
+    check_same_batches(outcome.sums[2], own, mesh, place)
     if total == 0:
         return StepLoss(0.0, 0, seen, ())
     sums = executor.train(batches, total, 1 / total)
     local_sum = torch.stack(sums).sum(dtype=torch.float64).item() if sums else 0.0
     bad = tuple(i for i, value in enumerate(sums) if not torch.isfinite(value))
-    return StepLoss(mesh.sum_over_stages(*mesh.sum(local_sum))[0], total, seen, bad)
+    return StepLoss(mesh.sum_over_pp(*mesh.sum_over_dp(local_sum))[0], total, seen, bad)
 
 
 def seen_tokens(batch: Batch) -> int:

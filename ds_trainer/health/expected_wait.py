@@ -9,7 +9,7 @@ _depth = 0
 
 
 @contextmanager
-def patience() -> Iterator[None]:
+def expected_wait() -> Iterator[None]:
     """Announces that this process may stand still inside the block: no monitor takes it for stuck meanwhile."""
     global _depth
     _depth += 1
@@ -19,6 +19,6 @@ def patience() -> Iterator[None]:
         _depth -= 1
 
 
-def patient() -> bool:
+def in_expected_wait() -> bool:
     """Whether this process is inside such a block."""
     return _depth > 0

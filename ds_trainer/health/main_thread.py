@@ -64,7 +64,7 @@ class MainThread:
             self.record()
 
     @contextmanager
-    def agreeing(self, place: str) -> Iterator[None]:
+    def waiting_at(self, place: str) -> Iterator[None]:
         """Waits for the other ranks at a named place."""
         self.whereabouts.agreement, self._agreeing_since = place, time.monotonic()
         try:

@@ -53,9 +53,9 @@ class Monitor:
         self._main.whereabouts.stages = stage_text(stages, of) if of > 1 else ""
         self._main.record()
 
-    def agreeing(self, place: str) -> AbstractContextManager[None]:
+    def waiting_at(self, place: str) -> AbstractContextManager[None]:
         """Notes that this rank waits for the others at a place."""
-        return self._main.agreeing(place)
+        return self._main.waiting_at(place)
 
     @contextmanager
     def guard(self) -> Iterator[None]:
@@ -74,7 +74,7 @@ class Monitor:
                 raise
 
     def _leave_with(self, error: BaseException) -> None:
-        ends_all = isinstance(error, UserError) and error.agreed
+        ends_all = isinstance(error, UserError) and error.on_all_ranks
         if ends_all or isinstance(error, SystemExit | RankFailedError):
             return
         here = self._main.whereabouts

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from ds_trainer.errors import DesyncError, DsTrainerError, RankFailedError
 from ds_trainer.health import stacks
 from ds_trainer.health.activity import Activity
-from ds_trainer.health.expected_wait import patient
+from ds_trainer.health.expected_wait import in_expected_wait
 from ds_trainer.health.local_peers import Peers
 from ds_trainer.health.main_thread import MainThread
 from ds_trainer.health.rank_position import Whereabouts
@@ -101,7 +101,7 @@ class Watcher(threading.Thread):
             # In an agreement only the others' work counts, though a thread beside may draw a progress bar.
             idle_s=max(idle_s, agreeing_s),
             waits=agreeing_s > 0 or stacks.waits_for_ranks(frame),
-            patient=patient() or stacks.is_debugged(frame),
+            patient=in_expected_wait() or stacks.is_debugged(frame),
             doing=stacks.doing(frame),
             stack=stacks.stack_text(frame) if idle_s >= self.timeouts.stuck_s / 2 else "",
         )

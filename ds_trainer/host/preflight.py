@@ -13,7 +13,7 @@ from ds_trainer.config.memory_needs import buffers, row_of
 from ds_trainer.config.resolved import ResolvedConfig
 from ds_trainer.errors import MachineError
 from ds_trainer.host.host_memory import available_bytes
-from ds_trainer.host.swap_folder import remove_leftovers
+from ds_trainer.host.swap_folder import remove_stale_swap_folders
 from ds_trainer.launch.rank_grid import Grid
 from ds_trainer.planning.memory import DTYPE_BYTES, Part
 
@@ -21,7 +21,7 @@ _BESIDE_WEIGHTS = 40e6
 """Bytes left for what an export and a run write beside weights: a large tokenizer takes 33 MB."""
 
 
-def check_machine(resolved: ResolvedConfig, num_parameters: int | None, grid: Grid) -> None:
+def check_resources(resolved: ResolvedConfig, num_parameters: int | None, grid: Grid) -> None:
     """Checks NVMe paths, host memory and the output folder.
 
     Every rank calls it. What ranks of a node share is checked by the first of them: a second one would count what the
@@ -56,7 +56,7 @@ def check_nvme(resolved: ResolvedConfig, local_ranks: int) -> None:
         if section.device == "nvme":
             path, dotted = Path(section.nvme_path), f"zero.{key}.nvme_path"
             check_swap_path(path, dotted)
-            remove_leftovers(path)
+            remove_stale_swap_folders(path)
             swapped = [
                 p.size for p in row.parts if p.place == "nvme" and (p.name == "parameters") == (key == "offload_param")
             ]

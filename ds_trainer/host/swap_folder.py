@@ -70,7 +70,7 @@ class SwapFolder:
 
     def __init__(self, nvme_path: str | os.PathLike, run_id: str, rank: int) -> None:
         root = Path(nvme_path)
-        remove_leftovers(root)
+        remove_stale_swap_folders(root)
         self.path = root / f"{_PREFIX}{run_id}" / f"rank{rank}"
         """What DeepSpeed is given as its `nvme_path`."""
         try:
@@ -96,7 +96,7 @@ class SwapFolder:
             _remove(self.path)
 
 
-def remove_leftovers(nvme_path: Path) -> None:
+def remove_stale_swap_folders(nvme_path: Path) -> None:
     """Removes the swap folders of dead processes below `nvme_path`, and says so."""
     for folder, owner in _owned_folders(nvme_path):
         if owner.is_dead:

@@ -1,7 +1,7 @@
 """Signals that ask a run to stop: noted at once, acted on by all ranks together at the next boundary.
 
 A signal may reach one rank only, at any moment, inside a collective too. So its handler does nothing but take a note;
-agreements between ranks carry the note, and every rank then saves one checkpoint and exits with `EXIT_CODE`.
+the consensus of all ranks carries the note, and every rank then saves one checkpoint and exits with `EXIT_CODE`.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from ds_trainer.checkpoint.rng import rng_state
 from ds_trainer.checkpoint.shard_reader import StoredState
 from ds_trainer.checkpoint.shard_writer import part_of, shards
 from ds_trainer.checkpoint.store import Checkpoint, RankState, SharedState, save
-from ds_trainer.distributed.consensus import agreed
+from ds_trainer.distributed.consensus import consensus
 from ds_trainer.engines.base import Engine
 from ds_trainer.engines.state_handles import MASTER
 from ds_trainer.errors import CheckpointError
@@ -45,7 +45,7 @@ def save_checkpoint(run: Run, output_dir: Path, step: int, state: Mapping[str, A
     tensors |= {_ENGINE + name: tensor for name, tensor in engine.rank_state().items()}
     mine = RankState({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, {"rng": rng})
     layout = engine.parameter_layout()
-    everyones = run.mesh.gather_objects(layout)
+    everyones = run.mesh.gather_over_world(layout)
     shared = SharedState(
         state={**state, "counters": engine.scalar_state()},
         run=run.resolved.config.model_dump(mode="json", by_alias=True),
@@ -79,7 +79,7 @@ def load_checkpoint(run: Run, checkpoint: Checkpoint, state: Mapping[str, Any]) 
         CheckpointError: On every rank: its optimizer states are not those of this run.
     """
     _rehearse(run)
-    with agreed(run.mesh, "the loading of the checkpoint"):
+    with consensus(run.mesh, "the loading of the checkpoint"):
         _write_state(run.engine, checkpoint.stored())
     mine = checkpoint.rank_state(run.mesh.grid.rank)
     run.engine.load_rank_state(_below(mine.tensors, _ENGINE))
@@ -98,7 +98,7 @@ def _rehearse(run: Run) -> None:
     rates = [group["lr"] for group in groups]
     for group in groups:
         group["lr"] = 0.0
-    with agreed(run.mesh, "the rehearsal"):
+    with consensus(run.mesh, "the rehearsal"):
         batches = run.executor.prepared([run.train_loader.alone(0)])
     run.executor.train(batches, step_tokens=1, weight=0.0)
     engine.optimizer_step()

@@ -12,7 +12,7 @@ import torch
 
 from ds_trainer.data.consistency import batch_digest, check_same_batches, digest_term
 from ds_trainer.data.loader import BatchLoader
-from ds_trainer.distributed.consensus import agreed
+from ds_trainer.distributed.consensus import consensus
 from ds_trainer.distributed.process_groups import Mesh
 from ds_trainer.engines.base import Engine
 from ds_trainer.executors.base import Evaluated, Executor
@@ -61,7 +61,7 @@ def run_evaluation(
         collect_predictions: Whether logits and labels are wanted.
         after_microbatch: Called for every micro-batch that has been evaluated.
 
-    Comm: an agreement of all ranks per global batch, or of a pipeline per some of them, that all have their samples,
+    Comm: a consensus of all ranks per global batch, or of a pipeline per some of them, that all have their samples,
         and one all-reduce of two numbers over the data ranks; with predictions, one gather of them at the end; of a
         pipeline the same from its last stage to the others.
 
@@ -80,13 +80,13 @@ def run_evaluation(
             steps = range(first, min(first + executor.at_once, every))
             place = f"batch {first + 1} of the evaluation"
             mesh.monitor.at(place)
-            with agreed(mesh, place) as agreement:
+            with consensus(mesh, place) as outcome:
                 batches = [batch for step in steps for batch in loader.step(step)]
                 own = batch_digest(batches, mesh.grid)
-                agreement.values = (digest_term(own, mesh.grid),)
-            if agreement.stop:
+                outcome.values = (digest_term(own, mesh.grid),)
+            if outcome.stop:
                 raise StopRequested
-            check_same_batches(agreement.sums[0], own, mesh, place)
+            check_same_batches(outcome.sums[0], own, mesh, place)
             local_tokens += sum(loss.num_tokens(batch) for batch in batches)
             found = executor.evaluate(batches, loss, collect_predictions)
             for _ in batches:
@@ -95,9 +95,9 @@ def run_evaluation(
             if collect_predictions and found:
                 indices = [samples for step in steps for samples in loader.sampler.microbatches(step)]
                 rows += _rows(indices, found, batches)
-    loss_sum, num_tokens = mesh.sum(local_sum, local_tokens)
-    (loss_sum,) = mesh.sum_over_stages(loss_sum)
-    predictions, labels = mesh.from_one_stage(_gathered(rows, mesh)) if collect_predictions else (None, None)
+    loss_sum, num_tokens = mesh.sum_over_dp(local_sum, local_tokens)
+    (loss_sum,) = mesh.sum_over_pp(loss_sum)
+    predictions, labels = mesh.broadcast_object_over_pp(_gathered(rows, mesh)) if collect_predictions else (None, None)
     mean = loss_sum / num_tokens if num_tokens else float("nan")
     return EvaluationResult(mean, int(num_tokens), time.monotonic() - began, predictions, labels)
 
@@ -126,7 +126,7 @@ def _rows(
 
 def _gathered(rows: list, mesh: Mesh) -> tuple[np.ndarray, np.ndarray] | None:
     """Logits and labels of every data rank; None on a stage that has none."""
-    everyone = sorted((row for part in mesh.gather_from_data_ranks(rows) for row in part), key=lambda row: row[0])
+    everyone = sorted((row for part in mesh.gather_over_dp(rows) for row in part), key=lambda row: row[0])
     if not everyone:
         return None
     return _padded([row[1] for row in everyone]), _padded([row[2] for row in everyone])

@@ -13,7 +13,7 @@ from transformers import GenerationConfig
 
 from ds_trainer.data.loader import padding_id
 from ds_trainer.data.prompts import encode_prompt
-from ds_trainer.distributed.consensus import agree, agreed
+from ds_trainer.distributed.consensus import agree, consensus
 from ds_trainer.distributed.process_groups import Mesh
 from ds_trainer.errors import ConfigError, DataError
 from ds_trainer.launch.signals import StopRequested
@@ -110,19 +110,19 @@ def generate_texts(run: Run, prompts: Sequence[str | Messages], decoding: Decodi
         UserError: Ranks have other prompts than rank 0, or the model cannot continue them.
     """
     mesh, tokenizer = run.mesh, run.tokenizer
-    with agreed(mesh, "generate()"):
+    with consensus(mesh, "generate()"):
         _require_whole(mesh)
         require_generative(run.model, tokenizer, "Trainer.generate is called")
         ids = [encode_prompt(prompt, tokenizer, f"prompt {i}") for i, prompt in enumerate(prompts)]
         require_room(ids, decoding.max_new_tokens, run.splits.max_positions)
-    asked = mesh.gather_objects((ids, decoding))
+    asked = mesh.gather_over_world((ids, decoding))
     if others := [rank for rank, one in enumerate(asked) if one != asked[0]]:
         error = DataError(
             f"generate() is called with other prompts or options on ranks {others} than on rank 0",
             "every rank asks for the same: ds_trainer itself gives each rank its share",
             "call it with the same prompts and options on every rank",
         )
-        error.agreed = True
+        error.on_all_ranks = True
         raise error
     return [tokenizer.decode(new, skip_special_tokens=True) for new in generate(run, ids, decoding, "generate()")]
 
@@ -144,7 +144,7 @@ def generate(run: Run, prompts: Sequence[list[int]], decoding: Decoding, what: s
     Returns:
         The new tokens of each prompt, without the end token; the same on every rank.
 
-    Comm: over the data ranks, an agreement per round of batches, one all-reduce of a number per token in each, and a
+    Comm: over the data ranks, a consensus per round of batches, one all-reduce of a number per token in each, and a
         gather of the results; and the parameters, as the engine gathers them.
 
     Raises:
@@ -169,7 +169,7 @@ def generate(run: Run, prompts: Sequence[list[int]], decoding: Decoding, what: s
                 mine[number] = _continue(run.model, batches[number], settings, mesh)
             else:
                 _continue(run.model, batches[first][:1], settings, mesh)
-    everyone = {number: rows for part in mesh.gather_from_data_ranks(mine) for number, rows in part.items()}
+    everyone = {number: rows for part in mesh.gather_over_dp(mine) for number, rows in part.items()}
     return [row for number in range(len(batches)) for row in everyone[number]]
 
 

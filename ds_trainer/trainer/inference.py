@@ -14,7 +14,7 @@ from ds_trainer.checkpoint.store import open_checkpoint
 from ds_trainer.config.schema import RunConfig
 from ds_trainer.data.consistency import check_same_dataset
 from ds_trainer.data.loader import BatchLoader
-from ds_trainer.distributed.consensus import agree, agreed
+from ds_trainer.distributed.consensus import agree, consensus
 from ds_trainer.engines.base import Engine
 from ds_trainer.errors import ConfigError
 from ds_trainer.log import get_logger
@@ -158,7 +158,7 @@ class ModelCalls:
         """
         folder = Path(output_dir or Path(self.config.run.output_dir) / MODEL)
         agree(self.run.mesh, "save_model()")
-        with agreed(self.run.mesh, "the export"):
+        with consensus(self.run.mesh, "the export"):
             export_model(
                 self._parameters_to_export(),
                 self.run.model,
@@ -175,7 +175,7 @@ class ModelCalls:
     def _evaluate_on(self, loader: BatchLoader, collect: bool) -> EvaluationResult:
         run = self.run
         # Running statistics are of each rank's own samples. The first rank's are evaluated, and are what is exported.
-        run.mesh.broadcast_over_data_ranks(buffer for _, buffer in persistent_buffers(run.model))
+        run.mesh.broadcast_over_dp(buffer for _, buffer in persistent_buffers(run.model))
         return run_evaluation(
             loader, run.engine, run.executor, run.loss, run.mesh, collect, lambda: self._call("on_prediction_step")
         )
@@ -192,5 +192,5 @@ class ModelCalls:
         mine = dict(persistent_buffers(self.run.model))
         if self.run.mesh.grid.pp_size == 1:
             return mine
-        everyones = self.run.mesh.gather_from_stages({name: buffer.cpu() for name, buffer in mine.items()})
+        everyones = self.run.mesh.gather_over_pp({name: buffer.cpu() for name, buffer in mine.items()})
         return {name: buffer for stage in everyones for name, buffer in stage.items()}

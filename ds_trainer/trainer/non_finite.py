@@ -45,7 +45,7 @@ class NonFinitePolicy:
         if math.isfinite(step_loss.loss_sum) or self._run.on_non_finite == "skip":
             return
         mine = self._sampler.microbatches(step)
-        bad = self._mesh.gather_objects([mine[i] for i in step_loss.bad_microbatches])
+        bad = self._mesh.gather_over_world([mine[i] for i in step_loss.bad_microbatches])
         where = "; ".join(f"rank {rank}, samples {samples}" for rank, samples in enumerate(bad) if samples)
         self._stop(f"the loss of step {step + 1} is not finite ({where})", step)
 
@@ -71,5 +71,5 @@ class NonFinitePolicy:
             "look at these samples, lower optimizer.lr or set optimizer.max_grad_norm; "
             "run.on_non_finite = skip drops such steps, up to run.max_skipped_steps in a row",
         )
-        error.agreed = True  # Loss and norm are reduced over all ranks: each one raises.
+        error.on_all_ranks = True  # Loss and norm are reduced over all ranks: each one raises.
         raise error

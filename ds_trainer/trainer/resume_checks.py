@@ -42,7 +42,7 @@ def find_checkpoint(resolved: ResolvedConfig, mesh: Mesh, trains: bool) -> Check
     config = resolved.config
     output_dir, wanted = Path(config.run.output_dir), config.checkpoint.resume
     if wanted is None:
-        found = mesh.gather_objects(checkpoints(output_dir))[0] if trains else []
+        found = mesh.gather_over_world(checkpoints(output_dir))[0] if trains else []
         if found:
             raise _agreed(
                 f"{output_dir} holds {found[0].name} of an earlier run",
@@ -53,7 +53,7 @@ def find_checkpoint(resolved: ResolvedConfig, mesh: Mesh, trains: bool) -> Check
     if wanted != "auto":
         return open_checkpoint(Path(wanted), mesh)
     checkpoint = open_newest(output_dir, mesh)
-    there = mesh.gather_objects(checkpoints(output_dir))[0]
+    there = mesh.gather_over_world(checkpoints(output_dir))[0]
     if checkpoint is None and there:
         raise _agreed(
             f"{output_dir} holds {', '.join(folder.name for folder in there)}, and none of them is whole (see above)",
@@ -261,5 +261,5 @@ def _other_layout(checkpoint: Checkpoint, saved: str, now: str) -> CheckpointErr
 def _agreed(found: str, rule: str, change: str) -> CheckpointError:
     """An error that every rank raises by itself."""
     error = CheckpointError(found, rule, change)
-    error.agreed = True
+    error.on_all_ranks = True
     return error

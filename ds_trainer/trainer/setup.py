@@ -38,20 +38,20 @@ from ds_trainer.data.loader import BatchLoader
 from ds_trainer.data.loaders import Splits
 from ds_trainer.data.prepare import read_chat_template
 from ds_trainer.data.prompts import Prompt
-from ds_trainer.distributed.consensus import agree, agreed
+from ds_trainer.distributed.consensus import agree, consensus
 from ds_trainer.distributed.device import probe_machine
 from ds_trainer.distributed.process_groups import Mesh, init_mesh
-from ds_trainer.distributed.store_barrier import awaited
+from ds_trainer.distributed.store_barrier import barrier_after
 from ds_trainer.engines.base import Engine, EngineFacts, make_engine
 from ds_trainer.engines.dtypes import TORCH_DTYPES
 from ds_trainer.errors import ConfigError, ConfigErrors, ModelError
 from ds_trainer.executors.accumulate import AccumulateExecutor
 from ds_trainer.executors.base import Executor
 from ds_trainer.executors.pipeline import PipelineExecutor
-from ds_trainer.health.expected_wait import patience
+from ds_trainer.health.expected_wait import expected_wait
 from ds_trainer.health.status import Timeouts
 from ds_trainer.host.deepspeed_ops import ensure_ops, required_ops
-from ds_trainer.host.preflight import check_machine
+from ds_trainer.host.preflight import check_resources
 from ds_trainer.launch import signals
 from ds_trainer.launch.environment import grid_from_environment
 from ds_trainer.launch.rank_grid import Grid
@@ -137,7 +137,7 @@ def _grid(config: RunConfig, origins: dict[str, str]) -> Grid:
 
 def _assemble_on(mesh: Mesh, machine: Machine, config: RunConfig, origins: dict[str, str], given: Ingredients) -> Run:
     grid = mesh.grid
-    with agreed(mesh, "the config"):
+    with consensus(mesh, "the config"):
         spec = None if given.model is not None else _read_spec(config)
         sizes = _sizes(spec, given.model)
         resolved = resolve(config, origins, machine, spec, *sizes)
@@ -146,22 +146,22 @@ def _assemble_on(mesh: Mesh, machine: Machine, config: RunConfig, origins: dict[
     trains = given.train_dataset is not None or config.data.train is not None
     checkpoint = find_checkpoint(resolved, mesh, trains)
     whole = checkpoint is not None and not config.checkpoint.resume_weights_only
-    with agreed(mesh, "the checks of the machine"):
+    with consensus(mesh, "the checks of the machine"):
         if checkpoint is not None and whole:
             check_world(checkpoint, resolved, grid.world)
         _check_before_loading(resolved, sizes[0], grid)
     _stop_if_asked(mesh)
     _seed(config.run.seed, grid)
-    with agreed(mesh, "the tokenizer"):
+    with consensus(mesh, "the tokenizer"):
         tokenizer = given.processing_class or _tokenizer(config, spec, required=given.data_collator is None)
         if tokenizer is not None and config.data.chat_template is not None:
             tokenizer.chat_template = read_chat_template(config.data.chat_template)  # The export carries it too.
-    with agreed(mesh, "the data"), awaited(mesh, "data preparation"):
+    with consensus(mesh, "the data"), barrier_after(mesh, "data preparation"):
         splits = _splits(resolved, given, tokenizer, spec, grid)
         train_loader, eval_loader = splits.train(given.train_dataset), splits.eval(given.eval_dataset)
     _stop_if_asked(mesh)
     probes, _ = check_same_dataset(train_loader, mesh, "train"), check_same_dataset(eval_loader, mesh, "eval")
-    with agreed(mesh, "the model"):
+    with consensus(mesh, "the model"):
         if checkpoint is not None and whole and train_loader is not None:
             check_run(checkpoint, resolved, checkpoint.json(STATE), train_loader.sampler.num_samples, probes)
         model, weights = build_model(resolved.config, given.model, spec, tokenizer)
@@ -176,12 +176,12 @@ def _assemble_on(mesh: Mesh, machine: Machine, config: RunConfig, origins: dict[
         if checkpoint is not None:
             check_model(checkpoint, trained)
     if isinstance(weights, ModuleWeights):
-        mesh.broadcast(weights.values.values())
+        mesh.broadcast_over_world(weights.values.values())
     if checkpoint is not None:
         weights = StoredWeights(checkpoint.stored(), weights)
     export_dtype = _export_dtype(config, given.model, spec)
     engine = _engine(mesh, resolved, model, weights, split, given.optimizer)
-    with agreed(mesh, "asked = got"):
+    with consensus(mesh, "asked = got"):
         facts = check_asked_is_got(resolved, engine, mesh)
         if checkpoint is not None and whole:
             check_layout(checkpoint, resolved, engine.parameter_layout(), grid.rank)
@@ -324,7 +324,7 @@ def _read_spec(config: RunConfig) -> ModelSpec:
             "a run trains one checkpoint",
             "set model.path to a checkpoint's folder or hub id, or pass Trainer(model=...)",
         )
-    with patience():  # A download may stall.
+    with expected_wait():  # A download may stall.
         folder = resolve_folder(config.model.path, config.model.revision, config.model.allow_pickle)
     return read_spec(folder)
 
@@ -352,12 +352,12 @@ def _export_dtype(config: RunConfig, model: nn.Module | None, spec: ModelSpec | 
 def _check_before_loading(resolved: ResolvedConfig, num_parameters: int | None, grid: Grid) -> None:
     for text in resolved.warnings:
         warn_once(text)
-    check_machine(resolved, num_parameters, grid)
+    check_resources(resolved, num_parameters, grid)
     if grid.rank == 0:
         check_trackers(resolved.config.logging)
         with claimed(Path(resolved.config.run.output_dir)):
             pass  # Told before the model is loaded; held from the first step on.
-    with patience():  # Another process may be compiling them.
+    with expected_wait():  # Another process may be compiling them.
         ensure_ops(required_ops(resolved))
 
 

@@ -18,11 +18,11 @@ from ds_trainer.checkpoint.folder import remove_leftovers
 from ds_trainer.checkpoint.rng import set_rng_state
 from ds_trainer.checkpoint.store import STATE, Checkpoint, RankState
 from ds_trainer.checkpoint.trial_save import trial_save
-from ds_trainer.distributed.consensus import agree, agreed
+from ds_trainer.distributed.consensus import agree, consensus
 from ds_trainer.distributed.memory import peak_memory_bytes
-from ds_trainer.distributed.store_barrier import part_together
+from ds_trainer.distributed.store_barrier import barrier_before_exit
 from ds_trainer.engines.replica_check import check_replicas
-from ds_trainer.errors import ConfigError, DsTrainerError, UserError, tell
+from ds_trainer.errors import ConfigError, DsTrainerError, UserError, report_error
 from ds_trainer.executors.step import StepLoss, run_step
 from ds_trainer.launch import signals
 from ds_trainer.launch.signals import StopRequested
@@ -150,14 +150,14 @@ class Trainer(ModelCalls):
             ends_together = True
             raise
         except DsTrainerError as error:
-            tell(error)  # At once: a launcher kills this rank as soon as another one has ended.
-            ends_together = isinstance(error, UserError) and error.agreed
+            report_error(error)  # At once: a launcher kills this rank as soon as another one has ended.
+            ends_together = isinstance(error, UserError) and error.on_all_ranks
             raise
         finally:  # After the guard: a tracker that is slow to end does not keep an error from the other ranks.
             for callback in self.callbacks:
                 callback.close()
             if ends_together:
-                part_together(self.run.mesh, "the end of train()")
+                barrier_before_exit(self.run.mesh, "the end of train()")
         return self.state
 
     @contextmanager
@@ -165,7 +165,7 @@ class Trainer(ModelCalls):
         """Holds the output folder on rank 0 and sets an earlier run's metrics aside."""
         with ExitStack() as stack:
             agree(self.run.mesh, "train()")
-            with agreed(self.run.mesh, "the output folder"):
+            with consensus(self.run.mesh, "the output folder"):
                 if self.is_world_process_zero:
                     output_dir = Path(self.config.run.output_dir)
                     stack.enter_context(claimed(output_dir))
@@ -180,7 +180,7 @@ class Trainer(ModelCalls):
 
     def _train(self) -> None:
         try:
-            with agreed(self.run.mesh, "the trial save"):
+            with consensus(self.run.mesh, "the trial save"):
                 self._trial_save()
             self._call("on_train_begin")
             self._agree_on_wishes()  # A run that early stopping had ended takes no step when it is resumed.
@@ -221,7 +221,7 @@ class Trainer(ModelCalls):
 
     def _save_and_stop(self) -> NoReturn:
         """Ends the run at a signal: one whole checkpoint, and an exit code of its own on every rank."""
-        why = "; ".join(dict.fromkeys(filter(None, self.run.mesh.gather_objects(signals.reason()))))
+        why = "; ".join(dict.fromkeys(filter(None, self.run.mesh.gather_over_world(signals.reason()))))
         self._keeper.at_stop()
         get_logger().warning(
             "stopped by %s after step %d: checkpoint.resume = auto goes on from there (exit code %d)",
@@ -290,14 +290,14 @@ class Trainer(ModelCalls):
     def _agree_on_wishes(self) -> TrainerControl:
         """What the ranks' callbacks and signals ask for, the same on every rank.
 
-        Comm: one agreement over the data ranks.
+        Comm: one consensus over all ranks.
         """
         control = self.control
         asked = (control.should_training_stop, control.should_save, control.should_evaluate, control.should_log)
         self.control = TrainerControl()
-        agreement = agree(self.run.mesh, f"the end of step {self.state.global_step}", *asked)
-        wishes = TrainerControl(*(count > 0 for count in agreement.sums))
-        self._stop_signal |= agreement.stop
+        outcome = agree(self.run.mesh, f"the end of step {self.state.global_step}", *asked)
+        wishes = TrainerControl(*(count > 0 for count in outcome.sums))
+        self._stop_signal |= outcome.stop
         if wishes.should_training_stop and not self._is_done():
             get_logger().info("a callback ends the training after step %d", self.state.global_step)
             self.state.max_steps = self.state.global_step

@@ -25,7 +25,7 @@ def check_asked_is_got(resolved: ResolvedConfig, engine: Engine, mesh: Mesh) -> 
         EngineError: Something else was set up than the config says, on any rank, or ranks start from other parameters.
     """
     facts = engine.facts()
-    gathered = mesh.gather_objects((facts, engine.parameter_hash()))
+    gathered = mesh.gather_over_world((facts, engine.parameter_hash()))
     for rank, (other, _) in enumerate(gathered):
         _compare(resolved, other, rank, mesh)
     hashes = [value for _, value in gathered]

@@ -138,7 +138,7 @@ class Copies(parity.Callback):
     def on_step_end(self, trainer) -> None:
         """Compares them over the stages."""
         shared = trainer.engine.shared_parameters()
-        values = [v for held in trainer.run.mesh.gather_from_stages(hashes(shared)) for v in held.items()]
+        values = [v for held in trainer.run.mesh.gather_over_pp(hashes(shared)) for v in held.items()]
         assert len(set(values)) == len({name for name, _ in values}), "a copy differs from its owner"
 
 

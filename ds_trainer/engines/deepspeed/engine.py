@@ -105,7 +105,7 @@ class DeepSpeedEngine:
         ]
         if not sections:
             return
-        run_id = self.mesh.gather_objects(uuid.uuid4().hex[:12])[0]
+        run_id = self.mesh.gather_over_world(uuid.uuid4().hex[:12])[0]
         folders: dict[str, SwapFolder] = {}
         for section in sections:
             path = section["nvme_path"]
@@ -174,7 +174,7 @@ class DeepSpeedEngine:
         Raises:
             EngineError: Stages differ in their number of groups; on every rank.
         """
-        counts = self.mesh.gather_from_stages(len(optimizer.param_groups))
+        counts = self.mesh.gather_over_pp(len(optimizer.param_groups))
         if self.stage > 0 and len(set(counts)) > 1:
             raise EngineError(
                 f"the ranks of a pipeline have {', '.join(map(str, counts))} parameter groups with trained parameters",

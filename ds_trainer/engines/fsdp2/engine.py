@@ -270,7 +270,7 @@ class FSDP2Engine:
         """
         if self.config.parallel.dp_replicate == 1:
             return None
-        hashes = self.mesh.gather_from_data_ranks(content_hash(self._parameters.values()))
+        hashes = self.mesh.gather_over_dp(content_hash(self._parameters.values()))
         size = self._arguments.mesh["dp_shard"]
         first = self.mesh.grid.dp_rank // size * size
         return hashlib.blake2b("".join(hashes[first : first + size]).encode(), digest_size=6).hexdigest()

@@ -95,15 +95,15 @@ def faults_of_damage(run_dir):
         for damage in (truncate, flip, Path.unlink):
             folder = run_dir / "checkpoint-6"
             original = (folder / name).read_bytes()
-            mesh.sum(0)
+            mesh.sum_over_dp(0)
             if mesh.grid.rank == 0:
                 damage(folder / name)
-            mesh.sum(0)
+            mesh.sum_over_dp(0)
             found[name, damage.__name__] = _faults(folder, mesh)
-            mesh.sum(0)
+            mesh.sum_over_dp(0)
             if mesh.grid.rank == 0:
                 (folder / name).write_bytes(original)
-            mesh.sum(0)
+            mesh.sum_over_dp(0)
     assert _faults(run_dir / "checkpoint-6", mesh) == []
     return found
 

@@ -34,7 +34,7 @@ def train(out, policy, callbacks=(), every_steps=2):
     try:
         trainer.train()
     except MachineError as error:
-        return trainer.state.global_step, str(error), error.agreed
+        return trainer.state.global_step, str(error), error.on_all_ranks
     return trainer.state.global_step, None, None
 
 

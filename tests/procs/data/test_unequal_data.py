@@ -108,7 +108,7 @@ def refusal(dataset, mesh):
     try:
         check_same_dataset(loader, mesh, "train")
     except DataError as error:
-        assert error.agreed
+        assert error.on_all_ranks
         return str(error)
     return ""
 

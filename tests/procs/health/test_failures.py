@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from ds_trainer.distributed.consensus import agree, agreed
+from ds_trainer.distributed.consensus import agree, consensus
 from ds_trainer.distributed.process_groups import init_mesh
 from ds_trainer.errors import DataError, exit_on_user_error
-from ds_trainer.health.expected_wait import patience
+from ds_trainer.health.expected_wait import expected_wait
 from ds_trainer.health.local_peers import Introduction
 from ds_trainer.health.status import DEFAULTS, Timeouts
 from ds_trainer.launch.rank_grid import Grid
@@ -22,7 +22,7 @@ WHERE = "rank 1, step 3, samples [31, 7]"
 
 
 def run_steps(at_step_3, stuck_s=20.0, collective_s=1800.0):
-    """A guarded loop with one agreement per step, as the trainer's; `at_step_3(mesh)` is the user's code there."""
+    """A guarded loop with one consensus per step, as the trainer's; `at_step_3(mesh)` is the user's code there."""
     mesh, rank = join(Timeouts(stuck_s, collective_s)), int(os.environ["RANK"])
     with exit_on_user_error(), mesh.monitor.guard():
         for step in range(1, 6):
@@ -220,7 +220,7 @@ def rank_1_is_slow():
     def work():
         compute()
         os.system("timeout 2.5 sh -c 'while :; do :; done'")
-        with patience():
+        with expected_wait():
             time.sleep(2.5)
 
     run_steps(on_rank_1(work), stuck_s=1.5)
@@ -290,7 +290,7 @@ def test_a_call_made_on_one_rank_when_the_others_have_ended_is_named():
 
 def rank_1_raises_in_a_save():
     def save(mesh):
-        with agreed(mesh, "save_model()"):
+        with consensus(mesh, "save_model()"):
             if mesh.grid.rank == 1:
                 due()
                 boom()

@@ -29,7 +29,7 @@ def meet_bad_sample(engine, out, where):
     began = time.monotonic()
     with pytest.raises(DataError) as caught:
         getattr(trainer, where)()
-    return str(caught.value), caught.value.agreed, time.monotonic() - began
+    return str(caught.value), caught.value.on_all_ranks, time.monotonic() - began
 
 
 def other_facts(engine_class, **changes):
@@ -62,7 +62,7 @@ def get_something_else(out, what):
     other_facts(engine_class, **changes)
     with pytest.raises(EngineError, match=text) as caught:
         make_trainer(engine, out)
-    assert caught.value.agreed
+    assert caught.value.on_all_ranks
     return str(caught.value)
 
 

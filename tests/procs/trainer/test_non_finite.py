@@ -66,7 +66,7 @@ def stop_on_loss(engine, out, sections):
     given = {"compute_loss_func": nan_everywhere}
     trainer = make_trainer(engine, out, rows=rows({11}), given=given, run={"max_steps": 3}, **sections)
     error, before, after = run_until_error(trainer)
-    assert error.agreed and trainer.state.global_step == 1
+    assert error.on_all_ranks and trainer.state.global_step == 1
     assert all(torch.equal(after[name], before[name]) for name in before)
     return str(error)
 
@@ -91,7 +91,7 @@ def stop_on_gradient(engine, out, sections):
 
     model.model.layers[0].mlp.up_proj.register_forward_hook(spoil)
     error, before, after = run_until_error(trainer)
-    assert error.agreed and trainer.state.global_step == 1 and trainer.state.grad_norm == float("inf")
+    assert error.on_all_ranks and trainer.state.global_step == 1 and trainer.state.grad_norm == float("inf")
     assert all(torch.equal(after[name], before[name]) for name in before)
     return str(error)
 

@@ -29,7 +29,7 @@ class Ids(Callback):
     def on_step_end(self, trainer):
         sampler = trainer.run.train_loader.sampler
         mine = [i for ids in sampler.microbatches(trainer.state.global_step - 1) for i in ids]
-        self.steps.append(sorted(i for ids in trainer.run.mesh.gather_objects(mine) for i in ids))
+        self.steps.append(sorted(i for ids in trainer.run.mesh.gather_over_world(mine) for i in ids))
 
 
 def train(out, engine="ddp", stop_after=None, given=None, rows=ROWS, model=None, **sections):
@@ -139,7 +139,7 @@ def test_another_micro_size_goes_on_at_the_same_sample(world, tmp_path):
 def refused(out, ranks, kwargs):
     with pytest.raises(CheckpointError) as caught:
         train(out, **kwargs)
-    assert caught.value.agreed or ranks == 1
+    assert caught.value.on_all_ranks or ranks == 1
     return str(caught.value)
 
 

@@ -54,11 +54,11 @@ def test_the_error_names_the_ranks_and_both_hashes():
     class Gathered:
         grid = Grid(world=4, tp_size=2)
 
-        def gather_objects(self, own):
+        def gather_over_world(self, own):
             return [1, 1, 2, 255]
 
     with pytest.raises(DataError) as error:
         check_same_batches(-253.0, 1, Gathered(), "step 3")
-    assert error.value.agreed
+    assert error.value.on_all_ranks
     assert "step 3: ranks that share one copy" in str(error.value)
     assert "rank 2: hash 0000000002, rank 3: hash 00000000ff" in str(error.value)

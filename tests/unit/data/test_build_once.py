@@ -185,7 +185,7 @@ def take_part_deaf(target: Path) -> None:
 
 @pytest.mark.case("F10")
 def test_a_stop_that_comes_too_late_for_the_builder_leaves_all_with_the_whole_folder(tmp_path):
-    """Else one process would leave, and the others would wait for it at their next agreement."""
+    """Else one process would leave, and the others would wait for it at their next consensus."""
     target = tmp_path / "data"
     processes = [fork.Process(target=take_part_deaf, args=(target,)) for _ in range(2)]
     for process in processes:

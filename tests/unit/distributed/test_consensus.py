@@ -7,7 +7,7 @@ from threading import Barrier, get_ident
 
 import pytest
 
-from ds_trainer.distributed.consensus import agree, agreed
+from ds_trainer.distributed.consensus import agree, consensus
 from ds_trainer.errors import DataError, DesyncError, MachineError, UserError
 from ds_trainer.health.main_thread import MainThread
 from ds_trainer.health.monitor import Monitor
@@ -18,7 +18,7 @@ THIS = Path(__file__).relative_to(Path.cwd()) if Path(__file__).is_relative_to(P
 
 
 class ThreadMesh:
-    """The part of a mesh that agreement needs, over threads of one process."""
+    """The part of a mesh that a consensus needs, over threads of one process."""
 
     monitor = Monitor(0, MainThread(None))
 
@@ -26,7 +26,7 @@ class ThreadMesh:
         self.grid = Grid(world=len(slots), rank=rank)
         self.slots, self.barrier = slots, barrier
 
-    def gather_objects(self, value):
+    def gather_over_world(self, value):
         self.slots[self.grid.rank] = pickle.dumps(value)
         self.barrier.wait(5)
         found = [pickle.loads(slot) for slot in self.slots]
@@ -34,7 +34,7 @@ class ThreadMesh:
         return found
 
     def sum_over_world(self, *values):
-        return [float(sum(column)) for column in zip(*self.gather_objects(values), strict=True)]
+        return [float(sum(column)) for column in zip(*self.gather_over_world(values), strict=True)]
 
 
 def run_on_ranks(ranks, function):
@@ -52,10 +52,10 @@ def run_on_ranks(ranks, function):
 
 
 def on_ranks(*errors):
-    """What each rank raises if it meets `errors[rank]` in an agreed block."""
+    """What each rank raises if it meets `errors[rank]` in a block that ends in a consensus."""
 
     def meet(mesh):
-        with agreed(mesh, "a block"):
+        with consensus(mesh, "a block"):
             if errors[mesh.grid.rank] is not None:
                 raise errors[mesh.grid.rank]
 
@@ -73,7 +73,7 @@ def test_nothing_happens_where_no_rank_fails():
 def test_every_rank_raises_what_one_rank_met_and_says_which():
     raised = on_ranks(None, data_error(), None)
     for error in raised:
-        assert isinstance(error, DataError) and error.agreed
+        assert isinstance(error, DataError) and error.on_all_ranks
         assert str(error).startswith("on rank 1: bad record\n  rule:   records are good")
 
 
@@ -85,24 +85,24 @@ def test_the_lowest_rank_is_heard_where_several_fail():
 
 def test_what_all_ranks_met_is_of_no_rank_in_particular():
     for error in on_ranks(data_error(), data_error()):
-        assert error.agreed and str(error).startswith("bad record")
+        assert error.on_all_ranks and str(error).startswith("bad record")
 
 
 def test_other_exceptions_are_not_caught():
-    with pytest.raises(ZeroDivisionError), agreed(None, "a block"):
+    with pytest.raises(ZeroDivisionError), consensus(None, "a block"):
         raise ZeroDivisionError
 
 
 def test_numbers_are_summed_on_the_way():
-    agreements = run_on_ranks(3, lambda mesh: agree(mesh, "step 1", mesh.grid.rank, 0.5))
-    assert [(agreement.sums, agreement.stop) for agreement in agreements] == [((3.0, 1.5), False)] * 3
+    outcomes = run_on_ranks(3, lambda mesh: agree(mesh, "step 1", mesh.grid.rank, 0.5))
+    assert [(outcome.sums, outcome.stop) for outcome in outcomes] == [((3.0, 1.5), False)] * 3
 
 
 def test_numbers_known_at_the_end_of_a_block_are_summed_too():
     def meet(mesh):
-        with agreed(mesh, "a block") as agreement:
-            agreement.values = [mesh.grid.rank]
-        return agreement.sums
+        with consensus(mesh, "a block") as outcome:
+            outcome.values = [mesh.grid.rank]
+        return outcome.sums
 
     assert run_on_ranks(2, meet) == [(1.0,)] * 2
 
@@ -129,7 +129,7 @@ def test_ranks_at_different_places_are_named_with_who_brought_them_there():
         agree(mesh, "step 4")
 
     for error in run_on_ranks(3, lambda mesh: save(mesh) if mesh.grid.rank == 2 else step(mesh)):
-        assert isinstance(error, DesyncError) and error.agreed
+        assert isinstance(error, DesyncError) and error.on_all_ranks
         line = save.__code__.co_firstlineno + 1
         assert error.found.startswith(f"save_model() was entered by ranks [2] only, at {THIS}:{line}; ")
         line = step.__code__.co_firstlineno + 1
@@ -143,7 +143,7 @@ def test_of_two_ranks_apart_the_call_is_named_and_not_the_step():
 
 def test_an_error_is_heard_even_where_ranks_are_apart():
     def meet(mesh):
-        with agreed(mesh, f"place {mesh.grid.rank}"):
+        with consensus(mesh, f"place {mesh.grid.rank}"):
             if mesh.grid.rank == 1:
                 raise data_error()
 

@@ -10,7 +10,7 @@ import pytest
 
 from ds_trainer import config, engines
 from ds_trainer.health import stacks
-from ds_trainer.health.expected_wait import patience, patient
+from ds_trainer.health.expected_wait import expected_wait, in_expected_wait
 from ds_trainer.parallel import pipeline
 
 
@@ -111,6 +111,6 @@ def test_the_call_site_is_outside_of_the_package_and_of_context_managers():
 
 
 def test_patience_may_be_nested():
-    with patience(), patience():
-        assert patient()
-    assert not patient()
+    with expected_wait(), expected_wait():
+        assert in_expected_wait()
+    assert not in_expected_wait()

@@ -46,10 +46,10 @@ def test_too_little_host_memory_names_what_is_needed_and_what_is_free(tmp_path, 
     run = resolved(tmp_path, stage=2, elements=200_000_000, offload_optimizer={"device": "cpu"})
     free_memory(1_500_000_000)
     with pytest.raises(MachineError, match=r"needs about 5\.6 GB of host memory, 1\.5 GB free \(a limit\)") as error:
-        preflight.check_machine(run, 200_000_000, Grid(2, 0, 0, 2))
+        preflight.check_resources(run, 200_000_000, Grid(2, 0, 0, 2))
     assert "fp32 masters 0.8 GB" in error.value.rule
     free_memory(5_700_000_000)
-    preflight.check_machine(run, 200_000_000, Grid(2, 0, 0, 2))
+    preflight.check_resources(run, 200_000_000, Grid(2, 0, 0, 2))
 
 
 @pytest.mark.case("E5")
@@ -87,9 +87,9 @@ def test_swap_files_that_do_not_fit_are_refused(tmp_path, free_disk, free_memory
     # Masters, moments, gradients and parameters: 20 bytes over 2 ranks, both on this machine.
     free_disk(20 * 10**8 - 1)
     with pytest.raises(MachineError, match=r"swap files of 2 rank\(s\): needs about 2\.0 GB"):
-        preflight.check_machine(run, 10**8, Grid(2, 0, 0, 2))
+        preflight.check_resources(run, 10**8, Grid(2, 0, 0, 2))
     free_disk(20 * 10**8)
-    preflight.check_machine(run, 10**8, Grid(2, 0, 0, 2))
+    preflight.check_resources(run, 10**8, Grid(2, 0, 0, 2))
 
 
 @pytest.mark.case("E6")
@@ -120,7 +120,7 @@ def test_a_file_system_without_direct_io_is_refused(tmp_path, monkeypatch):
 
 def test_only_the_first_rank_of_a_machine_checks_what_ranks_share(tmp_path, free_memory):
     free_memory(0)
-    preflight.check_machine(resolved(tmp_path), 1000, Grid(2, 1, 1, 2))
+    preflight.check_resources(resolved(tmp_path), 1000, Grid(2, 1, 1, 2))
     assert not (tmp_path / "out").exists()
 
 

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from ds_trainer.errors import MachineError
-from ds_trainer.host.swap_folder import Owner, SwapFolder, remove_leftovers
+from ds_trainer.host.swap_folder import Owner, SwapFolder, remove_stale_swap_folders
 
 HOLD = (
     "import sys, time; from ds_trainer.host.swap_folder import SwapFolder\n"
@@ -76,7 +76,7 @@ def test_a_folder_of_another_machine_is_left_alone(tmp_path):
     folder = tmp_path / "ds_trainer-far" / "rank0"
     folder.mkdir(parents=True)
     (folder / "owner.json").write_text(json.dumps({"host": "another-machine", "pid": 1, "started": 0.0}))
-    remove_leftovers(tmp_path)
+    remove_stale_swap_folders(tmp_path)
     assert folder.exists()
 
 
