@@ -18,7 +18,7 @@ import torch
 
 from ds_trainer.data.loader import BatchLoader
 from ds_trainer.data.microbatch import BatchMaker
-from ds_trainer.data.rng import own_streams_kept
+from ds_trainer.data.seeding import preserved_rng
 from ds_trainer.distributed.consensus import consensus
 from ds_trainer.distributed.process_groups import Mesh
 from ds_trainer.errors import DataError
@@ -82,7 +82,7 @@ def _dataset_error(found: str) -> DataError:
 
 def _summarise(maker: BatchMaker) -> _DatasetSummary:
     length = len(maker.dataset)
-    with own_streams_kept():
+    with preserved_rng():
         first, second = (tuple(_sample_digest(maker.sample(i)) for i in (0, length // 2, length - 1)) for _ in range(2))
     # A sample that differs between two reads is random, and so may differ between ranks as well.
     return _DatasetSummary(length, first if first == second and None not in first else None)

@@ -11,9 +11,9 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from ds_trainer.data.encode import IGNORE
-from ds_trainer.data.microbatch import Batch, BatchMaker, Collator, MapDataset, Task
+from ds_trainer.data.microbatch import BatchMaker, Collator, MapDataset, MicroBatch, Task
 from ds_trainer.data.sampler import GlobalBatchSampler
-from ds_trainer.data.worker_error import Failure
+from ds_trainer.data.worker_error import FailedBatch
 from ds_trainer.data.workers import BatchStream
 from ds_trainer.errors import DataError
 
@@ -103,7 +103,7 @@ class BatchLoader:
         self._next_step: int | None = None
         """The step that the stream is at the beginning of; None: inside one."""
 
-    def step(self, k: int) -> Iterator[Batch]:
+    def step(self, k: int) -> Iterator[MicroBatch]:
         """The micro-batches of step `k`, as many on every rank.
 
         Steps in order are read ahead; any other one is begun in constant time, without reading what lies between.
@@ -124,10 +124,10 @@ class BatchLoader:
             yield batch
             started = time.perf_counter()
 
-    def alone(self, sample: int) -> Batch:
+    def alone(self, sample: int) -> MicroBatch:
         """A micro-batch of one sample, outside of any step."""
         made = self.maker[Task(0, 0, [sample])]
-        if isinstance(made, Failure):
+        if isinstance(made, FailedBatch):
             made.reraise()
         return made
 

@@ -10,12 +10,12 @@ from typing import Any, Protocol
 import torch
 
 from ds_trainer.data.encode import IGNORE
-from ds_trainer.data.rng import own_streams_kept, seed_streams
-from ds_trainer.data.worker_error import Failure, noted
+from ds_trainer.data.seeding import preserved_rng, seed_rngs
+from ds_trainer.data.worker_error import FailedBatch, error_note
 from ds_trainer.errors import DataError
 
-Batch = dict[str, Any]
-Collator = Callable[[list[Any]], Batch]
+MicroBatch = dict[str, Any]
+Collator = Callable[[list[Any]], MicroBatch]
 
 SAMPLE, COLLATOR = range(2)
 """First part of a seed's key: samples and collators draw from streams apart."""
@@ -75,28 +75,28 @@ class BatchMaker:
         self.dataset, self.collate_fn, self.seed, self.what = dataset, collate_fn, seed, what
         self.vocab_size, self.max_positions = vocab_size, max_positions
 
-    def __getitem__(self, task: Task) -> Batch | Failure:
+    def __getitem__(self, task: Task) -> MicroBatch | FailedBatch:
         """The batch, or what the user's code or a check raised, with notes that name step and samples."""
         try:
-            with noted(f"in data.{self.what}, step {task.step + 1}, samples {task.samples}"), self._streams():
+            with error_note(f"in data.{self.what}, step {task.step + 1}, samples {task.samples}"), self._streams():
                 return self._make(task)
         except Exception as error:  # noqa: BLE001  a data set may raise anything; the training process raises it again
-            return Failure(error)
+            return FailedBatch(error)
 
     def sample(self, i: int, epoch: int = 0) -> Any:
         """Sample `i` as the given epoch sees it. The caller keeps its own random streams."""
         if self.seed is not None:
-            seed_streams(SAMPLE, self.seed, epoch, i)
-        with noted(f"while reading sample {i}"):
+            seed_rngs(SAMPLE, self.seed, epoch, i)
+        with error_note(f"while reading sample {i}"):
             return self.dataset[i]
 
     def _streams(self) -> Any:
-        return nullcontext() if self.seed is None else own_streams_kept()
+        return nullcontext() if self.seed is None else preserved_rng()
 
-    def _make(self, task: Task) -> Batch:
+    def _make(self, task: Task) -> MicroBatch:
         samples = [self.sample(i, task.epoch) for i in task.samples]
         if self.seed is not None:
-            seed_streams(COLLATOR, self.seed, task.step, task.samples[0])
+            seed_rngs(COLLATOR, self.seed, task.step, task.samples[0])
         batch = self.collate_fn(samples)
         if "labels" not in batch:
             raise DataError(
@@ -107,7 +107,7 @@ class BatchMaker:
         self._check(batch, task.samples)
         return {**batch, "labels": torch.full_like(batch["labels"], IGNORE)} if task.is_filler else batch
 
-    def _check(self, batch: Batch, samples: list[int]) -> None:
+    def _check(self, batch: MicroBatch, samples: list[int]) -> None:
         ids = batch.get("input_ids")
         if ids is None:
             return

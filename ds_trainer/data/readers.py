@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow.parquet as pq
 from pyarrow import ArrowInvalid
 
-from ds_trainer.data.worker_error import noted
+from ds_trainer.data.worker_error import error_note
 from ds_trainer.errors import DataError
 
 Record = Mapping[str, Any]
@@ -107,7 +107,7 @@ def _open_dataset(dataset: Any, what: str) -> Source:
 
     def records() -> Iterator[tuple[Record, Origin]]:
         for i in range(len(dataset)):
-            with noted(f"while reading sample {i} of data.{what}"):
+            with error_note(f"while reading sample {i} of data.{what}"):
                 record = dataset[i]
             yield record, f"{what} sample {i}"
 

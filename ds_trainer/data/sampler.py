@@ -43,8 +43,8 @@ class GlobalBatchSampler:
         num_samples: Length of the data set.
         global_size: Samples per step over all ranks.
         micro_size: Samples per forward pass of one rank.
-        data_rank: This rank's number among the data ranks.
-        data_ranks: Number of data ranks.
+        dp_rank: This rank's number among the data ranks.
+        dp_size: Number of data ranks.
         seed: Seed of the permutations.
         shuffle: Draw a new permutation each epoch; False: the data set's own order.
 
@@ -61,8 +61,8 @@ class GlobalBatchSampler:
         num_samples: int,
         global_size: int,
         micro_size: int,
-        data_rank: int = 0,
-        data_ranks: int = 1,
+        dp_rank: int = 0,
+        dp_size: int = 1,
         seed: int = 0,
         shuffle: bool = True,
     ) -> None:
@@ -71,7 +71,7 @@ class GlobalBatchSampler:
                 "the data set has no samples", "a run needs at least one sample", "give data.train or data.eval samples"
             )
         self.num_samples, self.global_size, self.micro_size = num_samples, global_size, micro_size
-        self.data_rank, self.data_ranks = data_rank, data_ranks
+        self.dp_rank, self.dp_size = dp_rank, dp_size
         self.seed, self.shuffle = seed, shuffle
         self.origin = Position()
         # Two epochs: at the end of one, reading ahead and training go on in turns.
@@ -132,14 +132,14 @@ class GlobalBatchSampler:
         empty: the loader puts a filler without labels there.
         """
         samples = self.global_batch(step)
-        stride = self.micro_size * self.data_ranks
-        first = self.data_rank * self.micro_size
+        stride = self.micro_size * self.dp_size
+        first = self.dp_rank * self.micro_size
         return [samples[i + first : i + first + self.micro_size] for i in range(0, len(samples), stride)]
 
     def num_microbatches(self, step: int) -> int:
-        """Micro-batches that every rank gets of `step`: ceil(samples / (micro_size x data_ranks))."""
+        """Micro-batches that every rank gets of `step`: ceil(samples / (micro_size x dp_size))."""
         samples = min(self.global_size, self.num_samples - self.position(step).start)
-        return -(-samples // (self.micro_size * self.data_ranks))
+        return -(-samples // (self.micro_size * self.dp_size))
 
     def _draw_order(self, epoch: int) -> np.ndarray:
         if not self.shuffle:

@@ -16,7 +16,7 @@ class WorkerTraceback(Exception):
         return f"in a worker process:\n{self.args[0]}"
 
 
-class Failure:
+class FailedBatch:
     """Stands in for a micro-batch that could not be made.
 
     Args:
@@ -36,11 +36,11 @@ class Failure:
         return _from_worker, (_portable(self.error), notes, text)
 
 
-def _from_worker(pickled: bytes, notes: list[str], text: str) -> Failure:
+def _from_worker(pickled: bytes, notes: list[str], text: str) -> FailedBatch:
     error = pickle.loads(pickled)
     error.__notes__ = notes
     error.__cause__ = WorkerTraceback(text)
-    return Failure(error)
+    return FailedBatch(error)
 
 
 def _portable(error: Exception) -> bytes:
@@ -54,7 +54,7 @@ def _portable(error: Exception) -> bytes:
 
 
 @contextmanager
-def noted(note: str) -> Iterator[None]:
+def error_note(note: str) -> Iterator[None]:
     """Adds a note to any error of the block."""
     try:
         yield

@@ -28,8 +28,8 @@ from typing import Any, cast
 import torch
 from torch.utils.data import DataLoader, get_worker_info
 
-from ds_trainer.data.microbatch import Batch, BatchMaker, Task
-from ds_trainer.data.worker_error import Failure
+from ds_trainer.data.microbatch import BatchMaker, MicroBatch, Task
+from ds_trainer.data.worker_error import FailedBatch
 from ds_trainer.errors import DataError, MachineError
 
 PR_SET_PDEATHSIG = 1
@@ -69,12 +69,12 @@ class BatchStream:
         )
         others = multiprocessing.active_children()
         with _collector_paused(), _child_handler_kept():
-            self._batches: Iterator[Batch | Failure] | None = iter(loader)
+            self._batches: Iterator[MicroBatch | FailedBatch] | None = iter(loader)
         self._workers = [child for child in multiprocessing.active_children() if child not in others]
         # Where a process ends without `close`, multiprocessing sends SIGTERM, which workers ignore, and waits for them.
         self._at_exit = Finalize(None, _kill, (self._workers,), exitpriority=0)
 
-    def __next__(self) -> Batch:
+    def __next__(self) -> MicroBatch:
         """The next micro-batch.
 
         Raises:
@@ -88,7 +88,7 @@ class BatchStream:
         except (RuntimeError, OSError, EOFError):  # torch looks for dead workers every 5 s, or was reading from one
             self._check_workers(DYING_S)
             raise
-        if isinstance(made, Failure):
+        if isinstance(made, FailedBatch):
             made.reraise()
         return _out_of_shared_memory(made) if self._workers and not self._pin_memory else made
 
@@ -118,12 +118,12 @@ def _kill(workers: list[BaseProcess]) -> None:
 
 def _sendable(made: Any) -> Any:
     """What was made, if it can leave the worker: what cannot would be lost there, and waited for without end."""
-    if isinstance(made, Failure) or get_worker_info() is None:
+    if isinstance(made, FailedBatch) or get_worker_info() is None:
         return made
     try:
         pickle.dumps([value for value in made.values() if not torch.is_tensor(value)])
     except Exception as error:  # noqa: BLE001  a foreign object may raise anything here
-        return Failure(
+        return FailedBatch(
             DataError(
                 f"the data collator returns something that cannot be pickled ({error})",
                 "what a worker makes is sent to the training process pickled",
@@ -133,7 +133,7 @@ def _sendable(made: Any) -> Any:
     return made
 
 
-def _out_of_shared_memory(batch: Batch) -> Batch:
+def _out_of_shared_memory(batch: MicroBatch) -> MicroBatch:
     """Copies a worker's tensors, as pinning does: each holds a file descriptor, and a step of many would run out."""
     return {name: value.clone() if torch.is_tensor(value) else value for name, value in batch.items()}
 

@@ -114,7 +114,7 @@ def generate_texts(run: Run, prompts: Sequence[str | Messages], decoding: Decodi
         _require_whole(mesh)
         require_generative(run.model, tokenizer, "Trainer.generate is called")
         ids = [encode_prompt(prompt, tokenizer, f"prompt {i}") for i, prompt in enumerate(prompts)]
-        require_room(ids, decoding.max_new_tokens, run.splits.max_positions)
+        require_room(ids, decoding.max_new_tokens, run.loaders.max_positions)
     asked = mesh.gather_over_world((ids, decoding))
     if others := [rank for rank, one in enumerate(asked) if one != asked[0]]:
         error = DataError(

@@ -107,7 +107,7 @@ class ModelCalls:
         from transformers.trainer_utils import PredictionOutput
 
         agree(self.run.mesh, "predict()")
-        loader = self.run.splits.test(test_dataset)
+        loader = self.run.loaders.test(test_dataset)
         check_same_dataset(loader, self.run.mesh, "test")
         result = self._evaluate_on(loader, collect=True)
         assert result.predictions is not None

@@ -35,7 +35,7 @@ from ds_trainer.config.schema import RunConfig
 from ds_trainer.config.stage_assignment import check_stages, deal_out, num_stages, virtual_stages
 from ds_trainer.data.consistency import check_same_dataset
 from ds_trainer.data.loader import BatchLoader
-from ds_trainer.data.loaders import Splits
+from ds_trainer.data.loader_factory import LoaderFactory
 from ds_trainer.data.prepare import read_chat_template
 from ds_trainer.data.prompts import Prompt
 from ds_trainer.distributed.consensus import agree, consensus
@@ -90,7 +90,7 @@ class Run:
     mesh: Mesh
     model: Any
     tokenizer: Any
-    splits: Splits
+    loaders: LoaderFactory
     engine: Engine
     loss: LossFunction
     executor: Executor
@@ -157,15 +157,15 @@ def _assemble_on(mesh: Mesh, machine: Machine, config: RunConfig, origins: dict[
         if tokenizer is not None and config.data.chat_template is not None:
             tokenizer.chat_template = read_chat_template(config.data.chat_template)  # The export carries it too.
     with consensus(mesh, "the data"), barrier_after(mesh, "data preparation"):
-        splits = _splits(resolved, given, tokenizer, spec, grid)
-        train_loader, eval_loader = splits.train(given.train_dataset), splits.eval(given.eval_dataset)
+        loaders = _loader_factory(resolved, given, tokenizer, spec, grid)
+        train_loader, eval_loader = loaders.train(given.train_dataset), loaders.eval(given.eval_dataset)
     _stop_if_asked(mesh)
     probes, _ = check_same_dataset(train_loader, mesh, "train"), check_same_dataset(eval_loader, mesh, "eval")
     with consensus(mesh, "the model"):
         if checkpoint is not None and whole and train_loader is not None:
             check_run(checkpoint, resolved, checkpoint.json(STATE), train_loader.sampler.num_samples, probes)
         model, weights = build_model(resolved.config, given.model, spec, tokenizer)
-        positions = splits.max_positions
+        positions = loaders.max_positions
         if train_loader is not None:
             require_evaluations(resolved.config, eval_loader is not None)
         eval_prompts = prompts_to_continue(resolved.config.evaluation, eval_loader, model, tokenizer, positions)
@@ -191,7 +191,7 @@ def _assemble_on(mesh: Mesh, machine: Machine, config: RunConfig, origins: dict[
         mesh,
         model,
         tokenizer,
-        splits,
+        loaders,
         engine,
         loss,
         _executor(engine, loss, mesh, staged, resolved),
@@ -381,7 +381,9 @@ def _has_tokenizer(folder: str) -> bool:
     return any(Path(folder, name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"))
 
 
-def _splits(resolved: ResolvedConfig, given: Ingredients, tokenizer: Any, spec: ModelSpec | None, grid: Grid) -> Splits:
+def _loader_factory(
+    resolved: ResolvedConfig, given: Ingredients, tokenizer: Any, spec: ModelSpec | None, grid: Grid
+) -> LoaderFactory:
     """Knows the model's limits: its positions, and the rows of its embedding unless that will be grown."""
     model: Any = given.model
     if spec is not None:
@@ -391,4 +393,4 @@ def _splits(resolved: ResolvedConfig, given: Ingredients, tokenizer: Any, spec: 
         positions = getattr(getattr(model, "config", None), "max_position_embeddings", None)
     if resolved.config.model.resize_embeddings:
         rows = None
-    return Splits(resolved.config, grid, tokenizer, given.data_collator, rows, positions)
+    return LoaderFactory(resolved.config, grid, tokenizer, given.data_collator, rows, positions)

@@ -16,8 +16,8 @@ SAMPLES = [{"input_ids": [10 + i] * (i + 1), "labels": [-100] + [10 + i] * i} fo
 collate = partial(pad_collate, pad_token_id=0)
 
 
-def loader(dataset=SAMPLES, collate_fn=collate, *, data_rank=0, data_ranks=1, global_size=4, micro_size=2, **limits):
-    sampler = GlobalBatchSampler(len(dataset), global_size, micro_size, data_rank, data_ranks, seed=0, shuffle=False)
+def loader(dataset=SAMPLES, collate_fn=collate, *, dp_rank=0, dp_size=1, global_size=4, micro_size=2, **limits):
+    sampler = GlobalBatchSampler(len(dataset), global_size, micro_size, dp_rank, dp_size, seed=0, shuffle=False)
     return BatchLoader(dataset, sampler, collate_fn, **limits)
 
 
@@ -50,7 +50,7 @@ def test_columns_that_the_built_in_collator_would_drop_are_refused():
 
 
 def test_ranks_share_out_a_step_and_one_without_samples_gets_a_filler_without_labels():
-    full, filler = (list(loader(data_rank=rank, data_ranks=2).step(1)) for rank in range(2))
+    full, filler = (list(loader(dp_rank=rank, dp_size=2).step(1)) for rank in range(2))
     assert len(full) == len(filler) == 1
     assert full[0]["input_ids"].tolist() == filler[0]["input_ids"].tolist() == [[14] * 5]
     assert (full[0]["labels"] != -100).sum() == 4
@@ -87,13 +87,13 @@ def test_a_data_collator_of_the_users_own_gets_the_samples_and_its_filler_is_sil
         return {"input_ids": ids, "labels": ids.clone()}
 
     assert [b["labels"].tolist() for b in loader(collate_fn=collator).step(0)] == [[[10], [11]], [[12], [13]]]
-    (filler,) = loader(collate_fn=collator, data_rank=1, data_ranks=2).step(1)
+    (filler,) = loader(collate_fn=collator, dp_rank=1, dp_size=2).step(1)
     assert filler["labels"].tolist() == [[-100]]
 
 
 @pytest.mark.parametrize("step", [0, 1], ids=["samples", "filler"])
 def test_a_batch_without_labels_is_refused(step):
-    lone = loader(collate_fn=lambda features: {"pixels": torch.zeros(1)}, data_rank=1, data_ranks=2)
+    lone = loader(collate_fn=lambda features: {"pixels": torch.zeros(1)}, dp_rank=1, dp_size=2)
     with pytest.raises(DataError, match=r"returns no labels .* only \['pixels'\]"):
         next(lone.step(step))
 

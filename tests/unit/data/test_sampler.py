@@ -6,13 +6,13 @@ from ds_trainer.data.sampler import GlobalBatchSampler
 from ds_trainer.errors import DataError
 
 
-def sampler(num_samples=23, global_size=8, micro_size=2, data_rank=0, data_ranks=1, seed=7, shuffle=True):
-    return GlobalBatchSampler(num_samples, global_size, micro_size, data_rank, data_ranks, seed, shuffle)
+def sampler(num_samples=23, global_size=8, micro_size=2, dp_rank=0, dp_size=1, seed=7, shuffle=True):
+    return GlobalBatchSampler(num_samples, global_size, micro_size, dp_rank, dp_size, seed, shuffle)
 
 
 @pytest.mark.case("A9")
 def test_ten_samples_at_global_size_16_are_one_step_per_epoch():
-    s = sampler(num_samples=10, global_size=2 * 4 * 2, micro_size=2, data_ranks=2)
+    s = sampler(num_samples=10, global_size=2 * 4 * 2, micro_size=2, dp_size=2)
     assert s.steps_per_epoch == 1
     assert [s.position(step).epoch for step in range(3)] == [0, 1, 2]
 
@@ -26,10 +26,10 @@ def test_each_epoch_is_another_permutation_of_all_samples():
 
 
 @pytest.mark.case("J7")
-@pytest.mark.parametrize(("data_ranks", "micro_size"), [(1, 1), (1, 8), (2, 4), (4, 1), (3, 2)])
-def test_ranks_and_micro_sizes_share_out_the_same_global_batches(data_ranks, micro_size):
+@pytest.mark.parametrize(("dp_size", "micro_size"), [(1, 1), (1, 8), (2, 4), (4, 1), (3, 2)])
+def test_ranks_and_micro_sizes_share_out_the_same_global_batches(dp_size, micro_size):
     reference = sampler()
-    ranks = [sampler(micro_size=micro_size, data_ranks=data_ranks, data_rank=r) for r in range(data_ranks)]
+    ranks = [sampler(micro_size=micro_size, dp_size=dp_size, dp_rank=r) for r in range(dp_size)]
     for step in range(7):
         per_rank = [rank.microbatches(step) for rank in ranks]
         assert len({len(microbatches) for microbatches in per_rank}) == 1
@@ -39,9 +39,9 @@ def test_ranks_and_micro_sizes_share_out_the_same_global_batches(data_ranks, mic
 
 
 def test_the_short_last_batch_leaves_some_micro_batches_empty_but_as_many_on_every_rank():
-    ranks = [sampler(num_samples=10, global_size=8, data_ranks=2, data_rank=r, shuffle=False) for r in range(2)]
+    ranks = [sampler(num_samples=10, global_size=8, dp_size=2, dp_rank=r, shuffle=False) for r in range(2)]
     assert [rank.microbatches(1) for rank in ranks] == [[[8, 9]], [[]]]
-    ranks = [sampler(num_samples=10, global_size=16, data_ranks=2, data_rank=r, shuffle=False) for r in range(2)]
+    ranks = [sampler(num_samples=10, global_size=16, dp_size=2, dp_rank=r, shuffle=False) for r in range(2)]
     assert [rank.microbatches(0) for rank in ranks] == [[[0, 1], [4, 5], [8, 9]], [[2, 3], [6, 7], []]]
 
 

@@ -17,7 +17,7 @@ from ds_trainer.log import get_logger
 
 
 @dataclass(frozen=True)
-class Splits:
+class LoaderFactory:
     """What makes batches of a run's data.
 
     Args:

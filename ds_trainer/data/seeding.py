@@ -11,7 +11,7 @@ import torch
 
 
 @contextmanager
-def own_streams_kept() -> Iterator[None]:
+def preserved_rng() -> Iterator[None]:
     """Puts the global generators of Python, NumPy and torch's CPU back at the end: dropout goes on where it was."""
     python, array, tensor = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
     try:
@@ -22,7 +22,7 @@ def own_streams_kept() -> Iterator[None]:
         torch.default_generator.set_state(tensor)
 
 
-def seed_streams(*key: int) -> None:
+def seed_rngs(*key: int) -> None:
     """Starts the three global generators anew from `key`; equal keys give equal numbers in any process.
 
     `torch.manual_seed` would reach the GPU's generator too, whose state nothing here puts back.
