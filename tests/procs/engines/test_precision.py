@@ -38,7 +38,8 @@ def test_the_loss_and_the_norm_in_bf16_are_those_of_one_process_in_fp32(world, t
     loss, norm, _ = oracle(tiny_llama(), D8)
     for got in world(one_step, 2, engine, tmp_path):
         assert got == pytest.approx((loss, norm), rel=2e-2)
-        assert got[0] != pytest.approx(loss, rel=1e-7), "bf16 must act"
+        # Roundings of the loss may cancel: on one kind of CPU they do to 1e-8. The norm is a sum of squares.
+        assert got[1] != pytest.approx(norm, rel=1e-6), "bf16 must act"
 
 
 def one_step(engine, out):
