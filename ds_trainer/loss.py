@@ -18,6 +18,7 @@ from ds_trainer.errors import ConfigError
 from ds_trainer.log import warn_once
 
 IGNORE_INDEX = -100
+"""Label of a token that is not learned: the default of torch's cross entropy."""
 
 Batch = Mapping[str, Any]
 

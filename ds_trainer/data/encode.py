@@ -11,9 +11,7 @@ from typing import Any
 from ds_trainer.data.chat import encode_chat
 from ds_trainer.data.readers import Origin, Record, kind_of
 from ds_trainer.errors import DataError
-
-IGNORE = -100
-"""Label of a token that is not learned; the value that torch's cross entropy skips."""
+from ds_trainer.loss import IGNORE_INDEX
 
 
 @dataclass(frozen=True)
@@ -31,7 +29,7 @@ class Encoded:
     @property
     def num_label_tokens(self) -> int:
         """Tokens that the loss counts. The first token is never predicted, so its label does not count."""
-        return sum(label != IGNORE for label in self.labels[1:])
+        return sum(label != IGNORE_INDEX for label in self.labels[1:])
 
 
 def encode(record: Record, tokenizer: Any, chat_template: str | None, origin: Origin) -> Encoded:
@@ -110,7 +108,7 @@ def _encode_completion(prompt: str, completion: str, tokenizer: Any) -> Encoded:
     if ids[: len(head)] != head:
         ids = head + tokenizer(completion, add_special_tokens=False, verbose=False)["input_ids"]
     ids = _ended(ids, tokenizer)
-    return Encoded(ids, [IGNORE] * len(head) + ids[len(head) :])
+    return Encoded(ids, [IGNORE_INDEX] * len(head) + ids[len(head) :])
 
 
 def tokenise(text: str, tokenizer: Any) -> list[int]:
@@ -127,7 +125,7 @@ def _ended(ids: list[int], tokenizer: Any) -> list[int]:
 
 
 def _masked(ids: list[int], learned: list[bool]) -> Encoded:
-    return Encoded(ids, [i if keep else IGNORE for i, keep in zip(ids, learned, strict=True)])
+    return Encoded(ids, [i if keep else IGNORE_INDEX for i, keep in zip(ids, learned, strict=True)])
 
 
 def _wrong_shape(origin: Origin, found: str) -> DataError:

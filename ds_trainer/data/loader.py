@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from ds_trainer.data.encode import IGNORE
 from ds_trainer.data.microbatch import BatchMaker, Collator, MapDataset, MicroBatch, Task
 from ds_trainer.data.sampler import GlobalBatchSampler
 from ds_trainer.data.worker_error import FailedBatch
 from ds_trainer.data.workers import BatchStream
 from ds_trainer.errors import DataError
+from ds_trainer.loss import IGNORE_INDEX
 
 PADDED_KEYS = {"input_ids", "labels", "attention_mask"}
 
@@ -55,13 +55,13 @@ def pad_collate(features: list[Mapping[str, Any]], pad_token_id: int) -> dict[st
         for feature, ids in zip(features, input_ids, strict=True)
     ]
     labels = [
-        torch.as_tensor(feature.get("labels", ids)).masked_fill(mask == 0, IGNORE)
+        torch.as_tensor(feature.get("labels", ids)).masked_fill(mask == 0, IGNORE_INDEX)
         for feature, ids, mask in zip(features, input_ids, masks, strict=True)
     ]
     return {
         "input_ids": pad_sequence(input_ids, batch_first=True, padding_value=pad_token_id).long(),
         "attention_mask": pad_sequence(masks, batch_first=True, padding_value=0).long(),
-        "labels": pad_sequence(labels, batch_first=True, padding_value=IGNORE).long(),
+        "labels": pad_sequence(labels, batch_first=True, padding_value=IGNORE_INDEX).long(),
     }
 
 

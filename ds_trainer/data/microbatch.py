@@ -9,10 +9,10 @@ from typing import Any, Protocol
 
 import torch
 
-from ds_trainer.data.encode import IGNORE
 from ds_trainer.data.seeding import preserved_rng, seed_rngs
 from ds_trainer.data.worker_error import FailedBatch, error_note
 from ds_trainer.errors import DataError
+from ds_trainer.loss import IGNORE_INDEX
 
 MicroBatch = dict[str, Any]
 Collator = Callable[[list[Any]], MicroBatch]
@@ -105,7 +105,7 @@ class BatchMaker:
                 "return labels from data_collator, -100 where nothing is to be learned",
             )
         self._check(batch, task.samples)
-        return {**batch, "labels": torch.full_like(batch["labels"], IGNORE)} if task.is_filler else batch
+        return {**batch, "labels": torch.full_like(batch["labels"], IGNORE_INDEX)} if task.is_filler else batch
 
     def _check(self, batch: MicroBatch, samples: list[int]) -> None:
         ids = batch.get("input_ids")

@@ -13,10 +13,11 @@ from tqdm import tqdm
 
 from ds_trainer.config.input_sections import DataConfig
 from ds_trainer.data.build_once import StopCheck, build_once
-from ds_trainer.data.encode import IGNORE, Encoded, encode
+from ds_trainer.data.encode import Encoded, encode
 from ds_trainer.data.readers import Origin, Source, open_source
 from ds_trainer.data.tokenized import DataStats, TokenizedDataset, write
 from ds_trainer.errors import DataError, MachineError
+from ds_trainer.loss import IGNORE_INDEX
 
 FORMAT = 2
 """Part of the cache key: raise it when the same records would become other tokens or another file."""
@@ -143,17 +144,17 @@ def _samples(
 
 
 def _check_ids(sample: Encoded, vocab_size: int | None, origin: Origin) -> None:
-    used = [*sample.input_ids, *(label for label in sample.labels if label != IGNORE)]
+    used = [*sample.input_ids, *(label for label in sample.labels if label != IGNORE_INDEX)]
     if min(used) < 0:
         raise DataError(
             f"{origin}: token id {min(used)}",
-            f"ids are 0 or more; a label may also be {IGNORE}",
-            f"mend the record: the label of a token that is not learned is {IGNORE}, and padding has an attention_mask",
+            f"ids are 0 or more; a label may also be {IGNORE_INDEX}",
+            f"fix the record: a token that is not learned has the label {IGNORE_INDEX}, and padding an attention_mask",
         )
     if vocab_size is not None and max(used) >= vocab_size:
         raise DataError(
             f"{origin}: token id {max(used)}, the model's embedding has {vocab_size} rows",
-            f"ids lie between 0 and the number of rows less one; a label may also be {IGNORE}",
+            f"ids lie between 0 and the number of rows less one; a label may also be {IGNORE_INDEX}",
             "set model.resize_embeddings to true, or model.tokenizer to the one that belongs to the checkpoint",
         )
 

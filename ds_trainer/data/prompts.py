@@ -10,10 +10,11 @@ from typing import Any
 import torch
 
 from ds_trainer.data.chat import encode_opening
-from ds_trainer.data.encode import IGNORE, tokenise
+from ds_trainer.data.encode import tokenise
 from ds_trainer.data.loader import BatchLoader
 from ds_trainer.data.readers import Origin, kind_of
 from ds_trainer.errors import DataError
+from ds_trainer.loss import IGNORE_INDEX
 
 
 @dataclass(frozen=True)
@@ -51,14 +52,14 @@ def _prompt(index: int, batch: dict[str, Any]) -> Prompt:
         )
     present = batch.get("attention_mask", torch.ones_like(ids))[0].bool()
     pairs = list(zip(ids[0][present].tolist(), labels[0][present].tolist(), strict=True))
-    prompt = [token for token, _ in takewhile(lambda pair: pair[1] == IGNORE, pairs)]
+    prompt = [token for token, _ in takewhile(lambda pair: pair[1] == IGNORE_INDEX, pairs)]
     if not prompt:
         raise DataError(
             f"evaluation.generate_samples: evaluation sample {index} has no prompt: its first token is learned already",
             "a prompt is what stands before the first learned token",
             "set evaluation.generate_samples to 0, or give data.eval records of prompt and completion, or of messages",
         )
-    answer = takewhile(lambda pair: pair[1] != IGNORE, dropwhile(lambda pair: pair[1] == IGNORE, pairs))
+    answer = takewhile(lambda pair: pair[1] != IGNORE_INDEX, dropwhile(lambda pair: pair[1] == IGNORE_INDEX, pairs))
     return Prompt(index, prompt, [token for token, _ in answer])
 
 

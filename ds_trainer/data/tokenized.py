@@ -12,7 +12,8 @@ from typing import Any
 
 import pyarrow as pa
 
-from ds_trainer.data.encode import IGNORE, Encoded
+from ds_trainer.data.encode import Encoded
+from ds_trainer.loss import IGNORE_INDEX
 
 ROWS_PER_BATCH = 1024
 """Fixed, so that the place of a row in the file is a division."""
@@ -117,7 +118,7 @@ def preview(dataset: TokenizedDataset, tokenizer: Any, n: int) -> str:
         lines.append(f"sample {i}, learned between ⟦ ⟧:")
         text = ""
         for learned, run in groupby(
-            zip(sample["input_ids"], sample["labels"], strict=True), key=lambda pair: pair[1] != IGNORE
+            zip(sample["input_ids"], sample["labels"], strict=True), key=lambda pair: pair[1] != IGNORE_INDEX
         ):
             tokens = [token for token, _ in run]
             part = _shorten(tokenizer.decode(tokens) if tokenizer else str(tokens))

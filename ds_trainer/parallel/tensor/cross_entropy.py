@@ -13,9 +13,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
+from ds_trainer.loss import IGNORE_INDEX
 from ds_trainer.parallel.tensor.collectives import all_reduced
-
-IGNORE_INDEX = -100
 
 
 def vocab_parallel_cross_entropy_sum(

@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from ds_trainer.callbacks.base import Callback
-from ds_trainer.data.encode import IGNORE
 from ds_trainer.errors import DataError
+from ds_trainer.loss import IGNORE_INDEX
 from tests.helpers.runs import D8, ENGINES, largest_difference, make_trainer, weights
 from tests.helpers.tiny import oracle, tiny_llama
 
 
 def without_labels(row):
-    return row | {"labels": [IGNORE] * len(row["labels"])}
+    return row | {"labels": [IGNORE_INDEX] * len(row["labels"])}
 
 
 RANK_1_EMPTY = [without_labels(row) if i in (2, 3, 6, 7) else row for i, row in enumerate(D8)]

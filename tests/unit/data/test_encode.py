@@ -2,8 +2,9 @@
 
 import pytest
 
-from ds_trainer.data.encode import IGNORE, encode
+from ds_trainer.data.encode import encode
 from ds_trainer.errors import DataError
+from ds_trainer.loss import IGNORE_INDEX
 from tests.helpers.tokenizers import MARKED_TEMPLATE, make_tokenizer
 
 USER, ASSISTANT, SYSTEM = "user", "assistant", "system"
@@ -17,8 +18,8 @@ def learned(record, tokenizer, template=None):
     """Runs of learned tokens, decoded, each run ended by a token that is not learned."""
     sample = encode(record, tokenizer, template, "here")
     runs, run = [], []
-    for label in [*sample.labels, IGNORE]:
-        if label != IGNORE:
+    for label in [*sample.labels, IGNORE_INDEX]:
+        if label != IGNORE_INDEX:
             run.append(label)
         elif run:
             runs.append(tokenizer.decode(run))
