@@ -24,7 +24,7 @@ from ds_trainer.config.backend import backend
 from ds_trainer.config.resolve import resolve, total_steps
 from ds_trainer.config.resolved import Machine, ResolvedConfig
 from ds_trainer.config.schema import RunConfig
-from ds_trainer.data.loader import pad_collate, padding_id
+from ds_trainer.data.collate import pad_collate, padding_id
 from ds_trainer.data.prepare import prepare
 from ds_trainer.data.sampler import GlobalBatchSampler
 from ds_trainer.distributed.device import probe_machine

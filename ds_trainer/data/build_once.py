@@ -1,12 +1,14 @@
-"""One process builds a folder, the others wait: on a lock file, never on a collective that could time out.
+"""Builds a folder in one process while the others wait: on a lock file, since a collective could time out.
 
-Beside the folder `data` lie `data.lock`, which the builder holds; `data.part`, which it fills; and what it has to tell
-those that wait: `data.error`, why it failed, and `data.stop`, that a signal asked one of the processes to stop.
+Beside the folder `data` are `data.lock`, which the builder holds; `data.part`, which it fills; and two messages to the
+waiting processes: `data.error`, why the build failed, and `data.stop`, that a signal asked one process to stop. The
+folder lists the sizes of its files, so that one that has lost data since is found and rebuilt.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import time
 from collections.abc import Callable
@@ -14,34 +16,35 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from ds_trainer.data.folder_integrity import damage, seal
 from ds_trainer.errors import DataError
 from ds_trainer.launch import signals
 from ds_trainer.log import get_logger
 
 POLL_S = 0.2
-PATIENCE_S = 10.0
+QUIET_WAIT_S = 10.0
+"""A process that waits longer than this says so."""
+SIZES = "sizes.json"
 
 StopCheck = Callable[[], None]
 
 
 def build_once(target: Path, build: Callable[[Path, StopCheck], None]) -> None:
-    """Makes `target` exist, whichever of many processes gets to it first.
+    """Makes `target` exist, built by whichever of many processes comes first.
 
     The builder holds a lock that the kernel frees when its process ends, so a killed builder is replaced at once and a
-    slow one can take any time. It writes to a folder aside, renamed when complete: `target` is whole or absent. One
-    that has lost files, or parts of them, since is made anew.
+    slow one can take any time. It fills a temporary folder, which is renamed when complete: `target` is complete or
+    absent. A folder that has lost files, or parts of them, is rebuilt.
 
     Args:
         target: Folder to make.
-        build: Fills the empty folder it is given. Its second argument is to be called every now and then: it raises
+        build: Fills the empty folder it is given. It calls its second argument every now and then, which raises
             `StopRequested` when a signal has asked a process that builds or waits to stop.
 
     Raises:
         DataError: `build` raised it, in this process or in the one waited for; the text is the same.
         StopRequested: A signal has asked this process to stop, or one that it waits for or that waits for it.
     """
-    if _is_whole(target):
+    if _is_complete(target):
         return
     target.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(target.with_suffix(".lock"))
@@ -53,7 +56,7 @@ def build_once(target: Path, build: Callable[[Path, StopCheck], None]) -> None:
         waited = True
         _wait(lock, target, stop)
     try:
-        if _is_whole(target):
+        if _is_complete(target):
             return
         if waited and failure.exists():
             raise DataError(*json.loads(failure.read_text("utf-8")))
@@ -66,49 +69,45 @@ def build_once(target: Path, build: Callable[[Path, StopCheck], None]) -> None:
         lock.release()
 
 
-def _is_whole(target: Path) -> bool:
-    return target.is_dir() and damage(target) is None
-
-
 def _wait(lock: FileLock, target: Path, stop: Path) -> None:
-    """Waits for the builder, passing a stop on to it; says so only when it is slow: its own bar is on the terminal."""
-    patience_ends: float | None = time.monotonic() + PATIENCE_S
+    """Waits for the builder and passes a stop on to it; prints only a long wait, as the builder shows its own bar."""
+    says_so_at: float | None = time.monotonic() + QUIET_WAIT_S
     while True:
         try:
             lock.acquire(timeout=POLL_S, poll_interval=POLL_S)
             return
         except Timeout:
             if signals.pending():
-                stop.touch()  # The builder may be done before it looks, and then all go on: so it is waited for.
-        if patience_ends is not None and time.monotonic() > patience_ends:
+                stop.touch()  # The builder may finish before it looks, and then all processes go on: so keep waiting.
+        if says_so_at is not None and time.monotonic() > says_so_at:
             get_logger().info("waiting for another process to make %s", target)
-            patience_ends = None
+            says_so_at = None
 
 
 def _build(target: Path, build: Callable[[Path, StopCheck], None], failure: Path, stop: Path) -> None:
     if target.is_dir():
-        get_logger().warning("warning: %s; it is made anew", damage(target))
+        get_logger().warning("warning: %s; it is rebuilt", _damage(target))
         shutil.rmtree(target)
-    aside = target.with_suffix(".part")
-    shutil.rmtree(aside, ignore_errors=True)  # left by a builder that was killed
-    aside.mkdir()
+    partial = target.with_suffix(".part")
+    shutil.rmtree(partial, ignore_errors=True)  # left by a builder that was killed
+    partial.mkdir()
     try:
-        build(aside, _stop_check(stop))
+        build(partial, _stop_check(stop))
     except DataError as error:
         failure.write_text(json.dumps([error.found, error.rule, error.change]), "utf-8")
-        shutil.rmtree(aside)
+        shutil.rmtree(partial)
         raise
     except signals.StopRequested:
         stop.touch()
-        shutil.rmtree(aside)
+        shutil.rmtree(partial)
         raise
-    seal(aside)
-    aside.rename(target)
+    _write_sizes(partial)
+    partial.rename(target)
     stop.unlink(missing_ok=True)
 
 
 def _stop_check(stop: Path) -> StopCheck:
-    """Raises when it is time to stop; looks no more often than every `POLL_S`."""
+    """Raises when a process has been asked to stop; looks at most once every `POLL_S`."""
     looked = time.monotonic()
 
     def check() -> None:
@@ -121,3 +120,33 @@ def _stop_check(stop: Path) -> StopCheck:
             raise signals.StopRequested
 
     return check
+
+
+def _write_sizes(folder: Path) -> None:
+    """Waits until the files of a folder are on the disk, and lists their sizes."""
+    sizes = {}
+    for path in sorted(folder.iterdir()):
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+        sizes[path.name] = path.stat().st_size
+    (folder / SIZES).write_text(json.dumps(sizes), "utf-8")
+
+
+def _is_complete(target: Path) -> bool:
+    return target.is_dir() and _damage(target) is None
+
+
+def _damage(folder: Path) -> str | None:
+    """How the files of a folder differ from the sizes that it lists; None: not at all."""
+    try:
+        sizes = json.loads((folder / SIZES).read_text("utf-8"))
+    except (FileNotFoundError, ValueError) as error:
+        return f"{folder / SIZES} cannot be read ({error})"
+    for name, size in sizes.items():
+        path = folder / name
+        found = path.stat().st_size if path.exists() else None
+        if found is None:
+            return f"{path} is missing"
+        if found != size:
+            return f"{path} has {found:,} bytes instead of {size:,}"
+    return None

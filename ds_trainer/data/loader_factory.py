@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ds_trainer.config.schema import RunConfig
-from ds_trainer.data.loader import BatchLoader, pad_collate, padding_id
+from ds_trainer.data.collate import pad_collate, padding_id
+from ds_trainer.data.loader import BatchLoader
 from ds_trainer.data.prepare import prepare
 from ds_trainer.data.readers import require_map_style
 from ds_trainer.data.sampler import GlobalBatchSampler

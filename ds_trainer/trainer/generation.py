@@ -11,7 +11,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig
 
-from ds_trainer.data.loader import padding_id
+from ds_trainer.data.collate import padding_id
 from ds_trainer.data.prompts import encode_prompt
 from ds_trainer.distributed.consensus import agree, consensus
 from ds_trainer.distributed.process_groups import Mesh

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
 
 from ds_trainer.callbacks.base import Callback
-from ds_trainer.data.loader import pad_collate
+from ds_trainer.data.collate import pad_collate
 from ds_trainer.data.sampler import GlobalBatchSampler
 from tests.helpers.tiny import samples, tiny_llama
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ds_trainer.data.loader import pad_collate
+from ds_trainer.data.collate import pad_collate
 from ds_trainer.trainer.trainer import Trainer
 from tests.helpers.tiny import samples, tiny_llama
 

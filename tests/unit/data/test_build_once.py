@@ -129,7 +129,7 @@ def test_what_exists_is_not_built_again(tmp_path):
 @pytest.mark.parametrize("rank, says", [("0", True), ("1", False)])
 def test_only_rank_0_says_that_it_waits_and_only_when_the_builder_is_slow(tmp_path, monkeypatch, capfd, rank, says):
     def take_part(patience):
-        monkeypatch.setattr("ds_trainer.data.build_once.PATIENCE_S", patience)
+        monkeypatch.setattr("ds_trainer.data.build_once.QUIET_WAIT_S", patience)
         monkeypatch.setenv("RANK", rank)
         target, begun = tmp_path / str(patience), threading.Event()
 
@@ -225,5 +225,5 @@ def test_a_folder_that_lost_something_is_made_anew_and_that_is_said(tmp_path, ca
     build_once(target, build)
     assert (target / "numbers").read_bytes() == b"0123456789"
     told = capfd.readouterr().err
-    assert f"warning: {target / name} " in told and "made anew" in told
+    assert f"warning: {target / name} " in told and "it is rebuilt" in told
     build_once(target, lambda folder, _: pytest.fail("built again"))

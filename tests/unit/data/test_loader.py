@@ -7,7 +7,8 @@ import datasets
 import pytest
 import torch
 
-from ds_trainer.data.loader import BatchLoader, pad_collate, padding_id
+from ds_trainer.data.collate import pad_collate, padding_id
+from ds_trainer.data.loader import BatchLoader
 from ds_trainer.data.sampler import GlobalBatchSampler
 from ds_trainer.errors import DataError
 from tests.helpers.tokenizers import make_tokenizer

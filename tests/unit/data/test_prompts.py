@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from ds_trainer.data.collate import pad_collate
 from ds_trainer.data.encode import encode
-from ds_trainer.data.loader import BatchLoader, pad_collate
+from ds_trainer.data.loader import BatchLoader
 from ds_trainer.data.prompts import Prompt, encode_prompt, first_prompts
 from ds_trainer.data.sampler import GlobalBatchSampler
 from ds_trainer.errors import DataError
