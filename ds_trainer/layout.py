@@ -1,4 +1,4 @@
-"""Which part of which full tensor a rank owns. Pure: load, save, reshard and export all speak in these terms.
+"""Which slice of which full tensor a rank owns: the terms of loading, saving, resharding and export. Pure.
 
 Names are the Hugging Face parameter names of the unsplit model.
 """
@@ -13,20 +13,22 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Cut:
-    """How tensor parallelism cuts one parameter: along one dimension, each rank's part a row of ranges of it.
+class TensorSharding:
+    """How tensor parallelism shards one parameter along one dimension: each rank holds some index ranges of it.
 
-    A packed parameter is cut part by part, so that a rank holds several ranges; of KV heads that are fewer than the
-    ranks, several ranks hold the same range; of a vocabulary that does not divide, the last ranks hold padding.
+    A rank holds several ranges of a packed parameter, of which each packed matrix is sharded by itself. Several ranks
+    hold the same range where KV heads are fewer than the ranks. The last ranks hold padding where a vocabulary does not
+    divide.
 
     Example:
-        Gate and up projection packed in 8 rows, on 2 ranks: `Cut((8, 4), 0, (((0, 2), (4, 6)), ((2, 4), (6, 8))), 4)`.
+        Gate and up projection packed in 8 rows, on 2 ranks:
+        `TensorSharding((8, 4), 0, (((0, 2), (4, 6)), ((2, 4), (6, 8))), 4)`.
 
     Args:
         shape: Shape of the full tensor.
-        dim: Dimension that is cut.
+        dim: Dimension that is sharded.
         ranges: For each rank the ranges (start, stop) of that dimension that it holds, in the order it holds them.
-        length: Size of that dimension on a rank, the same on all; what the ranges leave open is padding at the end.
+        length: Size of that dimension on a rank, the same on all; padding at the end fills what the ranges leave open.
     """
 
     shape: tuple[int, ...]
@@ -35,14 +37,14 @@ class Cut:
     length: int
 
     @classmethod
-    def even(cls, shape: tuple[int, ...], dim: int, size: int, parts: tuple[int, ...] | None = None) -> Cut:
-        """Equal ranges for `size` ranks, of each part of the dimension by itself.
+    def even(cls, shape: tuple[int, ...], dim: int, size: int, parts: tuple[int, ...] | None = None) -> TensorSharding:
+        """Equal ranges for `size` ranks, of each packed matrix by itself.
 
         Args:
             shape: Shape of the full tensor.
-            dim: Dimension to cut, from 0.
-            size: Number of ranks; divides every part.
-            parts: Lengths of the parts that are packed along the dimension; None: one part.
+            dim: Dimension to shard, from 0.
+            size: Number of ranks; divides every one of `parts`.
+            parts: Lengths of the matrices that are packed along the dimension; None: there is one.
         """
         parts = parts or (shape[dim],)
         starts = [sum(parts[:i]) for i in range(len(parts))]
@@ -54,23 +56,23 @@ class Cut:
         return cls(tuple(shape), dim, ranges, sum(each))
 
     @classmethod
-    def padded(cls, shape: tuple[int, ...], size: int) -> Cut:
+    def padded(cls, shape: tuple[int, ...], size: int) -> TensorSharding:
         """Equal numbers of rows for `size` ranks, the last ones padded."""
         ranges = tuple((even_flat_range(shape[0], size, rank),) for rank in range(size))
         return cls(tuple(shape), 0, ranges, -(-shape[0] // size))
 
     @classmethod
-    def repeated(cls, shape: tuple[int, ...], dim: int, size: int, units: int) -> Cut:
+    def repeated(cls, shape: tuple[int, ...], dim: int, size: int, units: int) -> TensorSharding:
         """One of `units` equal units for each of `size` ranks, `size / units` neighbouring ranks holding the same one.
 
         Args:
             shape: Shape of the full tensor.
-            dim: Dimension to cut.
+            dim: Dimension to shard.
             size: Number of ranks, a multiple of `units`.
             units: Such as KV heads.
         """
-        n, copies = shape[dim] // units, size // units
-        ranges = tuple(((rank // copies * n, (rank // copies + 1) * n),) for rank in range(size))
+        n, replicas = shape[dim] // units, size // units
+        ranges = tuple(((rank // replicas * n, (rank // replicas + 1) * n),) for rank in range(size))
         return cls(tuple(shape), dim, ranges, n)
 
     @property
@@ -79,11 +81,11 @@ class Cut:
         return (*self.shape[: self.dim], self.length, *self.shape[self.dim + 1 :])
 
     def first_holder(self, rank: int) -> int:
-        """The first of the ranks that hold the same part as `rank`."""
+        """The first of the ranks that hold the same shard as `rank`."""
         return self.ranges.index(self.ranges[rank])
 
     def first_held(self, rank: int) -> list[tuple[int, int]]:
-        """Ranges of a rank's own length that no rank below it holds too, padding left out."""
+        """Ranges of the rank's local dimension that no lower rank holds too, without padding."""
         bounds = sorted({bound for ranges in self.ranges for pair in ranges for bound in pair})
         below = [pair for ranges in self.ranges[:rank] for pair in ranges]
         own, at = [], 0
@@ -97,23 +99,23 @@ class Cut:
 
 @dataclass(frozen=True)
 class ParameterSlice:
-    """One rank's part of one parameter: a range of the flattened elements of what tensor parallelism leaves of it.
+    """What one rank owns of one parameter: a range of the flattened elements of its tensor-parallel shard.
 
     Example:
-        ZeRO on 2 ranks cuts a (3, 4) matrix flat: rank 0 owns `ParameterSlice("w", (3, 4), (0, 6))`.
+        ZeRO on 2 ranks shards a (3, 4) matrix flat: rank 0 owns `ParameterSlice("w", (3, 4), (0, 6))`.
 
     Args:
         name: Hugging Face parameter name.
         shape: Shape of the full tensor.
         flat: Start and stop in the row-major flattened local tensor.
-        cut: How tensor parallelism cuts the full tensor; None: not at all, the local tensor is the full one.
-        rank: Tensor rank, which says which ranges of the cut are meant.
+        sharding: How tensor parallelism shards the full tensor; None: not at all, the local tensor is the full one.
+        rank: Tensor-parallel rank, which selects the ranges of `sharding`.
     """
 
     name: str
     shape: tuple[int, ...]
     flat: tuple[int, int]
-    cut: Cut | None = None
+    sharding: TensorSharding | None = None
     rank: int = 0
 
     @classmethod
@@ -131,31 +133,31 @@ class ParameterSlice:
         """Number of elements owned, padding included."""
         return self.flat[1] - self.flat[0]
 
-    def parts(self) -> Iterator[Part]:
-        """The slice as boxes of the full tensor; padding is in none of them.
+    def parts(self) -> Iterator[SlicePart]:
+        """The same elements as rectangular slices of the full tensor, without padding.
 
-        A flat range rarely begins and ends with a row: an n-dimensional one takes up to 2n - 1 boxes of the local
-        tensor, each of which lies in as many boxes of the full one as it meets ranges of the cut.
+        A flat range rarely begins and ends with a row: in n dimensions it takes up to 2n - 1 slices of the local
+        tensor. Each of them takes as many slices of the full tensor as it meets ranges of the sharding.
 
         Example:
             Elements 2 to 9 of a (3, 4) matrix: the end of row 0, row 1, the first element of row 2.
         """
-        local = self.shape if self.cut is None else self.cut.local_shape
+        local_shape = self.shape if self.sharding is None else self.sharding.local_shape
         start = 0
-        for box in _boxes(local, *self.flat):
-            inside = Box.whole(box.sizes)
-            if self.cut is None:
-                yield Part(start, inside, box, box.sizes)
+        for local in _slices(local_shape, *self.flat):
+            inner = TensorSlice.whole(local.sizes)
+            if self.sharding is None:
+                yield SlicePart(start, inner, local, local.sizes)
             else:
-                for at, first, length in _met(box, self.cut.dim, self.cut.ranges[self.rank]):
-                    dim = self.cut.dim
-                    yield Part(start, inside.along(dim, at, length), box.along(dim, first, length), box.sizes)
-            start += box.numel
+                dim, ranges = self.sharding.dim, self.sharding.ranges[self.rank]
+                for at, first, length in _overlaps(local, dim, ranges):
+                    yield SlicePart(start, inner.along(dim, at, length), local.along(dim, first, length), local.sizes)
+            start += local.numel
 
 
 @dataclass(frozen=True)
-class Box:
-    """A rectangular part of a tensor.
+class TensorSlice:
+    """A rectangular index range of a tensor.
 
     Args:
         offsets: First index in each dimension.
@@ -166,7 +168,7 @@ class Box:
     sizes: tuple[int, ...]
 
     @classmethod
-    def whole(cls, shape: tuple[int, ...]) -> Box:
+    def whole(cls, shape: tuple[int, ...]) -> TensorSlice:
         """All of a tensor."""
         return cls((0,) * len(shape), tuple(shape))
 
@@ -180,41 +182,41 @@ class Box:
         """What to index a tensor with."""
         return tuple(slice(offset, offset + size) for offset, size in zip(self.offsets, self.sizes, strict=True))
 
-    def along(self, dim: int, offset: int, size: int) -> Box:
-        """The box with another range in one dimension."""
-        return Box(
+    def along(self, dim: int, offset: int, size: int) -> TensorSlice:
+        """The slice with another range in one dimension."""
+        return TensorSlice(
             (*self.offsets[:dim], offset, *self.offsets[dim + 1 :]), (*self.sizes[:dim], size, *self.sizes[dim + 1 :])
         )
 
 
 @dataclass(frozen=True)
-class Part:
-    """Those elements of a slice that are one box of the full tensor.
+class SlicePart:
+    """Those elements of a `ParameterSlice` that are one rectangular slice of the full tensor.
 
     Args:
-        start: Where, in the slice's flat elements, a rectangle of shape `shape` begins.
-        inside: The part as a box of that rectangle.
-        box: The part as a box of the full tensor.
+        start: Where, in the flat elements of the `ParameterSlice`, a rectangle of shape `shape` begins.
+        inner: The part as a slice of that rectangle.
+        slice: The part as a slice of the full tensor.
         shape: Shape of the rectangle.
     """
 
     start: int
-    inside: Box
-    box: Box
+    inner: TensorSlice
+    slice: TensorSlice
     shape: tuple[int, ...]
 
     def of(self, flat: Any) -> Any:
         """A view of the part's elements.
 
         Args:
-            flat: One-dimensional tensor of the slice's elements.
+            flat: One-dimensional tensor of the elements of the `ParameterSlice`.
         """
-        return flat[self.start : self.start + prod(self.shape)].view(self.shape)[self.inside.index]
+        return flat[self.start : self.start + prod(self.shape)].view(self.shape)[self.inner.index]
 
 
-def _met(box: Box, dim: int, ranges: tuple[tuple[int, int], ...]) -> Iterator[tuple[int, int, int]]:
-    """Where a box of the local tensor meets ranges of the full one: first index in the box, in the full one, length."""
-    first, last = box.offsets[dim], box.offsets[dim] + box.sizes[dim]
+def _overlaps(local: TensorSlice, dim: int, ranges: tuple[tuple[int, int], ...]) -> Iterator[tuple[int, int, int]]:
+    """Where a slice of the local tensor meets ranges of the full one: first index in both, length."""
+    first, last = local.offsets[dim], local.offsets[dim] + local.sizes[dim]
     at = 0
     for start, stop in ranges:
         begin, end = max(first, at), min(last, at + stop - start)
@@ -223,22 +225,22 @@ def _met(box: Box, dim: int, ranges: tuple[tuple[int, int], ...]) -> Iterator[tu
         at += stop - start
 
 
-def _boxes(sizes: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
-    """Boxes that together are the flat elements `start` to `stop` of a tensor, in order."""
+def _slices(shape: tuple[int, ...], start: int, stop: int) -> Iterator[TensorSlice]:
+    """Rectangular slices that together are the flat elements `start` to `stop` of a tensor, in order."""
     if start >= stop:
         return
-    if len(sizes) < 2:
-        yield Box((start,) * len(sizes), (stop - start,) * len(sizes))
+    if len(shape) < 2:
+        yield TensorSlice((start,) * len(shape), (stop - start,) * len(shape))
         return
-    row = prod(sizes[1:])
+    row = prod(shape[1:])
     head = min(-(-start // row) * row, stop)  # to the end of a row that begins before `start`
     tail = max(stop // row * row, head)  # from the beginning of a row that ends after `stop`
     for begin, end in ((start, head), (tail, stop)):
         if begin == tail and tail > head:
-            yield Box((head // row, *(0,) * len(sizes[1:])), ((tail - head) // row, *sizes[1:]))
+            yield TensorSlice((head // row, *(0,) * len(shape[1:])), ((tail - head) // row, *shape[1:]))
         index = begin // row
-        for box in _boxes(sizes[1:], begin - index * row, end - index * row):
-            yield Box((index, *box.offsets), (1, *box.sizes))
+        for inner in _slices(shape[1:], begin - index * row, end - index * row):
+            yield TensorSlice((index, *inner.offsets), (1, *inner.sizes))
 
 
 def even_flat_range(numel: int, parts: int, index: int) -> tuple[int, int]:

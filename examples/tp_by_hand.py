@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ds_trainer.layout import Cut
+from ds_trainer.layout import TensorSharding
 from ds_trainer.parallel.tensor.collectives import gather_sequence, scatter_sequence
 from ds_trainer.parallel.tensor.column_group import ColumnGroup
 from ds_trainer.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
@@ -64,10 +64,10 @@ def split(whole: nn.Module, group: dist.ProcessGroup, sequence_parallel: bool) -
     columns, row = BLOCKS[type(whole)]
     part = type(whole)()
     for name, layer in whole.named_children():
-        cut = Cut.even(tuple(layer.weight.shape), 1 if name == row else 0, group.size())
+        sharding = TensorSharding.even(tuple(layer.weight.shape), 1 if name == row else 0, group.size())
         kind = RowParallelLinear if name == row else ColumnParallelLinear
-        parallel = kind.from_module(layer, cut, group)
-        parallel.weight = nn.Parameter(own_part(layer.weight, cut.dim, group))
+        parallel = kind.from_module(layer, sharding, group)
+        parallel.weight = nn.Parameter(own_part(layer.weight, sharding.dim, group))
         setattr(part, name, parallel)
     # They read the same tensor: the ranks' parts of its gradient are summed once for all of them.
     ColumnGroup([part.get_submodule(name) for name in columns], group)
@@ -134,7 +134,7 @@ def compare(
     pairs = {"output": (y, expected.detach()), "input's gradient": (of_x, whole_x.grad)}
     for name, layer in whole.named_children():
         parallel = part.get_submodule(name)
-        pairs[f"gradient of {name}"] = parallel.weight.grad, own_part(layer.weight.grad, parallel.cut.dim, group)
+        pairs[f"gradient of {name}"] = parallel.weight.grad, own_part(layer.weight.grad, parallel.sharding.dim, group)
     errors = {name: relative_error(got, wanted) for name, (got, wanted) in pairs.items()}
     say(f"  largest difference from the whole block: {max(errors.values()):.0e} of the largest number")
     if wrong := {name: error for name, error in errors.items() if error > TOLERANCE}:

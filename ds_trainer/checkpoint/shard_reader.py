@@ -19,10 +19,10 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from ds_trainer.checkpoint.shard_writer import INDEX, box_key
+from ds_trainer.checkpoint.shard_writer import INDEX, slice_key
 from ds_trainer.engines.state_handles import MASTER
 from ds_trainer.errors import CheckpointError
-from ds_trainer.layout import Box, ParameterSlice
+from ds_trainer.layout import ParameterSlice, TensorSlice
 from ds_trainer.models.weight_source import WeightSource
 
 
@@ -55,7 +55,7 @@ class StoredState:
         with reading(folder):
             index: Mapping[str, Any] = json.loads((folder / INDEX).read_text(encoding="utf-8"))
             self.tensors = {fqn: _metadata(entry) for fqn, entry in index.items()}
-            self._files = {fqn: [box["file"] for box in entry["boxes"]] for fqn, entry in index.items()}
+            self._files = {fqn: [stored["file"] for stored in entry["boxes"]] for fqn, entry in index.items()}
         self._open = cache(lambda file: safe_open(folder / file, framework="pt"))
 
     def keys(self, name: str) -> list[str]:
@@ -80,40 +80,46 @@ class StoredState:
             CheckpointError: A file cannot be read.
         """
         out = torch.zeros(piece.numel, dtype=self.tensors[fqn].properties.dtype)
-        self._fill(fqn, [(part.box, part.of(out)) for part in piece.parts()])
+        self._fill(fqn, [(part.slice, part.of(out)) for part in piece.parts()])
         return out
 
-    def box(self, fqn: str, box: Box) -> torch.Tensor:
+    def read_slice(self, fqn: str, tensor_slice: TensorSlice) -> torch.Tensor:
         """The elements of a box, on the host.
 
         Args:
             fqn: `<key>/<parameter>`.
-            box: Which part of the full tensor.
+            tensor_slice: Which part of the full tensor.
 
         Raises:
             CheckpointError: A file cannot be read.
         """
-        out = torch.empty(box.sizes, dtype=self.tensors[fqn].properties.dtype)
-        self._fill(fqn, [(box, out)])
+        out = torch.empty(tensor_slice.sizes, dtype=self.tensors[fqn].properties.dtype)
+        self._fill(fqn, [(tensor_slice, out)])
         return out
 
-    def _fill(self, fqn: str, wanted: list[tuple[Box, torch.Tensor]]) -> None:
-        chunks = [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box, _ in wanted]
+    def _fill(self, fqn: str, wanted: list[tuple[TensorSlice, torch.Tensor]]) -> None:
+        chunks = [
+            ChunkStorageMetadata(torch.Size(tensor_slice.offsets), torch.Size(tensor_slice.sizes))
+            for tensor_slice, _ in wanted
+        ]
         with reading(self.folder):
             for item in create_read_items_for_chunk_list(fqn, self.tensors[fqn], chunks):
                 number, target = item.storage_index.index, item.dest_index.index
                 assert number is not None and target is not None and item.storage_index.offset is not None
-                key = box_key(MetadataIndex(fqn, item.storage_index.offset))
+                key = slice_key(MetadataIndex(fqn, item.storage_index.offset))
                 source = self._open(self._files[fqn][number]).get_slice(key)
                 lengths = tuple(item.lengths)
-                stored, into = Box(tuple(item.storage_offsets), lengths), Box(tuple(item.dest_offsets), lengths)
+                stored, into = (
+                    TensorSlice(tuple(item.storage_offsets), lengths),
+                    TensorSlice(tuple(item.dest_offsets), lengths),
+                )
                 wanted[target][1][into.index] = source[stored.index] if lengths else source[...]
 
 
 def _metadata(entry: Mapping[str, Any]) -> TensorStorageMetadata:
-    boxes = [ChunkStorageMetadata(torch.Size(b["offsets"]), torch.Size(b["sizes"])) for b in entry["boxes"]]
+    chunks = [ChunkStorageMetadata(torch.Size(b["offsets"]), torch.Size(b["sizes"])) for b in entry["boxes"]]
     return TensorStorageMetadata(
-        TensorProperties(dtype=getattr(torch, entry["dtype"])), torch.Size(entry["shape"]), boxes
+        TensorProperties(dtype=getattr(torch, entry["dtype"])), torch.Size(entry["shape"]), chunks
     )
 
 
@@ -140,10 +146,14 @@ class StoredWeights(WeightSource):
         assert whole is not None
         return whole
 
-    def box(self, name: str, box: Box) -> torch.Tensor:
+    def read_slice(self, name: str, tensor_slice: TensorSlice) -> torch.Tensor:
         """As in `WeightSource`."""
         fqn = f"{MASTER}/{name}"
-        return self._stored.box(fqn, box) if fqn in self._stored.tensors else self._others.box(name, box)
+        return (
+            self._stored.read_slice(fqn, tensor_slice)
+            if fqn in self._stored.tensors
+            else self._others.read_slice(name, tensor_slice)
+        )
 
     def stored_dtype(self, name: str) -> torch.dtype:
         """As in `WeightSource`."""

@@ -44,7 +44,7 @@ class Shard:
 
     def __init__(self, handle: StateTensor, piece: ParameterSlice) -> None:
         self._handle, self._shape = handle, piece.shape
-        self._parts = {part.box.offsets: part for part in piece.parts()}
+        self._parts = {part.slice.offsets: part for part in piece.parts()}
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
         properties = TensorProperties(dtype=self._handle.dtype)
@@ -53,7 +53,7 @@ class Shard:
                 index=MetadataIndex(fqn, offsets),
                 type=WriteItemType.SHARD,
                 tensor_data=TensorWriteData(
-                    ChunkStorageMetadata(torch.Size(offsets), torch.Size(part.box.sizes)),
+                    ChunkStorageMetadata(torch.Size(offsets), torch.Size(part.slice.sizes)),
                     properties,
                     torch.Size(self._shape),
                 ),
@@ -65,7 +65,7 @@ class Shard:
         """The values of all boxes, flat, on the host."""
         return self._handle.read().reshape(-1).cpu()
 
-    def box(self, values: torch.Tensor, offsets: tuple[int, ...]) -> torch.Tensor:
+    def slice_values(self, values: torch.Tensor, offsets: tuple[int, ...]) -> torch.Tensor:
         """The values of one box, out of those of all."""
         return self._parts[offsets].of(values).contiguous()
 
@@ -101,7 +101,7 @@ class _Planner(dcp.DefaultSavePlanner):
         shard: Shard = self.state_dict[index.fqn]
         if self._held is None or self._held[0] != index.fqn:
             self._held = index.fqn, shard.read()
-        return shard.box(self._held[1], tuple(index.offset))
+        return shard.slice_values(self._held[1], tuple(index.offset))
 
 
 class SafetensorsWriter(StorageWriter):
@@ -134,7 +134,7 @@ class SafetensorsWriter(StorageWriter):
         results: list[WriteResult] = []
         for number, part in enumerate(_parts(plan, planner)):
             file = f"state-{self._rank:05d}-{number:03d}.safetensors"
-            save_file({box_key(index): tensor for index, tensor in part.items()}, self._folder / file)
+            save_file({slice_key(index): tensor for index, tensor in part.items()}, self._folder / file)
             results += [WriteResult(index, tensor.nbytes, file) for index, tensor in part.items()]
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
@@ -178,7 +178,7 @@ def _parts(plan: SavePlan, planner: SavePlanner) -> Iterator[dict[MetadataIndex,
         yield part
 
 
-def box_key(index: MetadataIndex) -> str:
+def slice_key(index: MetadataIndex) -> str:
     """Name of a box in its file: the tensor's, and where the box begins: `master/lm_head.weight@4,0`."""
     return f"{index.fqn}@{','.join(map(str, index.offset or ()))}"
 

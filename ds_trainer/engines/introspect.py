@@ -50,8 +50,9 @@ def tensor_ranks(split: ModelSplit, parameters: Iterable[tuple[str, torch.Tensor
         parameters: What an engine holds; of one that the engine has cut in turn, its shape before that is asked for.
     """
     shapes = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in parameters}
-    cuts = {name: cut for name, cut in split.cuts.items() if name in shapes}  # Other stages have the others.
-    held = {len(cut.ranges) if shapes[name] == cut.local_shape else 1 for name, cut in cuts.items()}
+    # Other pipeline stages have the other parameters.
+    shardings = {name: sharding for name, sharding in split.shardings.items() if name in shapes}
+    held = {len(sharding.ranges) if shapes[name] == sharding.local_shape else 1 for name, sharding in shardings.items()}
     return min(held, default=1)
 
 

@@ -63,7 +63,7 @@ def _check_tensor_ranks(engine: Engine, mesh: Mesh, place: str) -> None:
 
 def _first_holders(layout: list[ParameterSlice], tp_size: int) -> dict[str, list[int]]:
     """For each tensor rank the first one that holds the same part, by parameter of which there are copies."""
-    firsts = {p.name: [p.cut.first_holder(rank) if p.cut else 0 for rank in range(tp_size)] for p in layout}
+    firsts = {p.name: [p.sharding.first_holder(rank) if p.sharding else 0 for rank in range(tp_size)] for p in layout}
     return {name: holders for name, holders in firsts.items() if len(set(holders)) < tp_size}
 
 

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_map
 
-from ds_trainer.layout import Box
+from ds_trainer.layout import TensorSlice
 
-Fill = Callable[[torch.Tensor, Box], object]
+Fill = Callable[[torch.Tensor, TensorSlice], object]
 """Writes a box of a tensor into another tensor of the box's sizes."""
 
 
@@ -41,10 +41,10 @@ class Unread(torch.Tensor):
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, fill: Fill, by_parts: bool = True) -> None:
         self.fill, self.by_parts = fill, by_parts
 
-    def box(self, box: Box) -> torch.Tensor:
+    def read_slice(self, wanted: TensorSlice) -> torch.Tensor:
         """The values of a box."""
-        out = torch.empty(box.sizes, dtype=self.dtype)
-        self.fill(out, box)
+        out = torch.empty(wanted.sizes, dtype=self.dtype)
+        self.fill(out, wanted)
         return out
 
     @classmethod
@@ -76,13 +76,13 @@ def _shape_only(item: Any) -> Any:
 
 
 def _values(item: Any) -> Any:
-    return item.box(Box.whole(item.shape)) if isinstance(item, Unread) else item
+    return item.read_slice(TensorSlice.whole(item.shape)) if isinstance(item, Unread) else item
 
 
 def _redo(func: Any, args: Any, kwargs: Any, number: int | None) -> Fill:
-    def fill(out: torch.Tensor, box: Box) -> None:
+    def fill(out: torch.Tensor, wanted: TensorSlice) -> None:
         made = func(*tree_map(_values, args), **tree_map(_values, kwargs))
-        out.copy_((made if number is None else made[number])[box.index])
+        out.copy_((made if number is None else made[number])[wanted.index])
 
     return fill
 
@@ -90,10 +90,13 @@ def _redo(func: Any, args: Any, kwargs: Any, number: int | None) -> Fill:
 def _stack(tensors: list[Unread], dim: int = 0) -> list[Fill]:
     dim %= tensors[0].dim() + 1
 
-    def fill(out: torch.Tensor, box: Box) -> None:
-        inner = Box(box.offsets[:dim] + box.offsets[dim + 1 :], box.sizes[:dim] + box.sizes[dim + 1 :])
-        for i in range(box.sizes[dim]):
-            tensors[box.offsets[dim] + i].fill(out.select(dim, i), inner)
+    def fill(out: torch.Tensor, wanted: TensorSlice) -> None:
+        inner = TensorSlice(
+            wanted.offsets[:dim] + wanted.offsets[dim + 1 :],
+            wanted.sizes[:dim] + wanted.sizes[dim + 1 :],
+        )
+        for i in range(wanted.sizes[dim]):
+            tensors[wanted.offsets[dim] + i].fill(out.select(dim, i), inner)
 
     return [fill]
 
@@ -101,13 +104,15 @@ def _stack(tensors: list[Unread], dim: int = 0) -> list[Fill]:
 def _concatenate(tensors: list[Unread], dim: int = 0) -> list[Fill]:
     dim %= tensors[0].dim()
 
-    def fill(out: torch.Tensor, box: Box) -> None:
-        first, last, begin = box.offsets[dim], box.offsets[dim] + box.sizes[dim], 0
+    def fill(out: torch.Tensor, wanted: TensorSlice) -> None:
+        first, last, begin = wanted.offsets[dim], wanted.offsets[dim] + wanted.sizes[dim], 0
         for tensor in tensors:
             end = begin + tensor.shape[dim]
             start, stop = max(first, begin), min(last, end)
             if start < stop:
-                tensor.fill(out.narrow(dim, start - first, stop - start), box.along(dim, start - begin, stop - start))
+                tensor.fill(
+                    out.narrow(dim, start - first, stop - start), wanted.along(dim, start - begin, stop - start)
+                )
             begin = end
 
     return [fill]
@@ -119,8 +124,8 @@ def _transpose(tensor: Unread, dim0: int, dim1: int) -> list[Fill]:
         out[dim0], out[dim1] = out[dim1], out[dim0]
         return tuple(out)
 
-    def fill(out: torch.Tensor, box: Box) -> None:
-        tensor.fill(out.transpose(dim0, dim1), Box(swapped(box.offsets), swapped(box.sizes)))
+    def fill(out: torch.Tensor, wanted: TensorSlice) -> None:
+        tensor.fill(out.transpose(dim0, dim1), TensorSlice(swapped(wanted.offsets), swapped(wanted.sizes)))
 
     return [fill]
 
@@ -128,8 +133,8 @@ def _transpose(tensor: Unread, dim0: int, dim1: int) -> list[Fill]:
 def _from(tensor: Unread, dim: int, begin: int) -> Fill:
     """What lies along `dim` from `begin` on."""
 
-    def fill(out: torch.Tensor, box: Box) -> None:
-        tensor.fill(out, box.along(dim, begin + box.offsets[dim], box.sizes[dim]))
+    def fill(out: torch.Tensor, wanted: TensorSlice) -> None:
+        tensor.fill(out, wanted.along(dim, begin + wanted.offsets[dim], wanted.sizes[dim]))
 
     return fill
 

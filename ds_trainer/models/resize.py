@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ds_trainer.config.input_sections import ModelConfig
 from ds_trainer.errors import ModelError
-from ds_trainer.layout import Box
+from ds_trainer.layout import TensorSlice
 from ds_trainer.log import get_logger
 from ds_trainer.models.weight_source import WeightSource
 
@@ -45,16 +45,16 @@ class GrownEmbeddings(WeightSource):
         value = torch.cat([kept.float(), tail[max(start - old_stop, 0) : stop - old_stop]])
         return value.view(new) if flat is None else value
 
-    def box(self, name: str, box: Box) -> torch.Tensor:
+    def read_slice(self, name: str, wanted: TensorSlice) -> torch.Tensor:
         """As in `ds_trainer.models.weight_source.WeightSource`; old rows are read as far as the box holds them."""
         if name not in self._grown:
-            return self._weights.box(name, box)
-        rows, (first, count) = self._grown[name][0][0], (box.offsets[0], box.sizes[0])
+            return self._weights.read_slice(name, wanted)
+        rows, (first, count) = self._grown[name][0][0], (wanted.offsets[0], wanted.sizes[0])
         num_old = min(max(rows - first, 0), count)
-        old = self._weights.box(name, box.along(0, min(first, rows), num_old))
+        old = self._weights.read_slice(name, wanted.along(0, min(first, rows), num_old))
         if num_old == count:
             return old
-        new = self._mean(name)[box.index[1:]].expand(count - num_old, *box.sizes[1:])
+        new = self._mean(name)[wanted.index[1:]].expand(count - num_old, *wanted.sizes[1:])
         return torch.cat([old.float(), new])
 
     def _mean(self, name: str) -> torch.Tensor:

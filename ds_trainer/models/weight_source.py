@@ -8,7 +8,7 @@ from itertools import chain
 import torch
 from torch import nn
 
-from ds_trainer.layout import Box
+from ds_trainer.layout import TensorSlice
 
 
 class WeightSource(ABC):
@@ -28,14 +28,14 @@ class WeightSource(ABC):
             Tensor of the full shape, or one-dimensional with `stop - start` elements.
         """
 
-    def box(self, name: str, box: Box) -> torch.Tensor:
+    def read_slice(self, name: str, wanted: TensorSlice) -> torch.Tensor:
         """A rectangular part of `view`, to be copied from at once; a source that can reads nothing else for it.
 
         Args:
             name: As in `view`.
-            box: Which part of the full tensor.
+            wanted: Which part of the full tensor.
         """
-        return self.view(name)[box.index]
+        return self.view(name)[wanted.index]
 
     def read(self, name: str, dtype: torch.dtype, flat: tuple[int, int] | None = None) -> torch.Tensor:
         """A copy of `view` on the host.

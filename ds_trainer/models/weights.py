@@ -16,7 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ds_trainer.errors import ModelError
-from ds_trainer.layout import Box, ParameterSlice, rows_covering
+from ds_trainer.layout import ParameterSlice, TensorSlice, rows_covering
 from ds_trainer.log import warn_once
 from ds_trainer.models.conversions import Recipe, load_recipes, tied_groups
 from ds_trainer.models.lazy_tensor import Fill, NotRecordedError, Unread
@@ -49,11 +49,11 @@ class _Stored:
         offset = first * prod(self.shape[1:])
         return self.data[first:last].flatten()[start - offset : stop - offset]
 
-    def box(self, box: Box) -> torch.Tensor:
-        return self.data[box.index] if self.shape else self.whole()
+    def read_slice(self, wanted: TensorSlice) -> torch.Tensor:
+        return self.data[wanted.index] if self.shape else self.whole()
 
     def unread(self) -> Unread:
-        return Unread(self.shape, self.dtype, lambda out, box: out.copy_(self.box(box)))
+        return Unread(self.shape, self.dtype, lambda out, wanted: out.copy_(self.read_slice(wanted)))
 
 
 @dataclass(frozen=True)
@@ -72,18 +72,18 @@ class _Converted:
         return self.unread.dtype
 
     def whole(self) -> torch.Tensor:
-        return self.unread.box(Box.whole(self.shape))
+        return self.unread.read_slice(TensorSlice.whole(self.shape))
 
     def flat(self, start: int, stop: int) -> torch.Tensor:
         self._say_if_whole()
         out = torch.empty(stop - start, dtype=self.dtype)
         for part in ParameterSlice.flat_range("", self.shape, start, stop).parts():
-            self.unread.fill(part.of(out), part.box)
+            self.unread.fill(part.of(out), part.slice)
         return out
 
-    def box(self, box: Box) -> torch.Tensor:
+    def read_slice(self, wanted: TensorSlice) -> torch.Tensor:
         self._say_if_whole()
-        return self.unread.box(box)
+        return self.unread.read_slice(wanted)
 
     def _say_if_whole(self) -> None:
         if not self.unread.by_parts:
@@ -137,10 +137,10 @@ class CheckpointWeights(WeightSource):
             return value if flat is None else value.flatten()[flat[0] : flat[1]]
         return tensor.whole() if flat is None else tensor.flat(*flat)
 
-    def box(self, name: str, box: Box) -> torch.Tensor:
+    def read_slice(self, name: str, wanted: TensorSlice) -> torch.Tensor:
         """As in `ds_trainer.models.weight_source.WeightSource`."""
         tensor = self._tensors.get(name)
-        return super().box(name, box) if tensor is None else tensor.box(box)
+        return super().read_slice(name, wanted) if tensor is None else tensor.read_slice(wanted)
 
     def stored_dtype(self, name: str) -> torch.dtype:
         """Format of the tensor in the file; what theirs become together where several are merged."""
@@ -159,8 +159,8 @@ class CheckpointWeights(WeightSource):
         return {name: _Converted(unread, recipe.operations) for name, unread in made.items()}
 
     def _redo(self, recipe: Recipe, name: str) -> Fill:
-        def fill(out: torch.Tensor, box: Box) -> None:
-            out.copy_(recipe.run(lambda source: self._files[source].whole(), self._twin)[name][box.index])
+        def fill(out: torch.Tensor, wanted: TensorSlice) -> None:
+            out.copy_(recipe.run(lambda source: self._files[source].whole(), self._twin)[name][wanted.index])
 
         return fill
 

@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from ds_trainer.layout import Cut, ParameterSlice
+from ds_trainer.layout import ParameterSlice, TensorSharding
 from ds_trainer.parallel.tied_parameters import StageParameters
 
 T = TypeVar("T")
@@ -22,14 +22,14 @@ class ModelSplit:
     Of a parameter that no cut names every tensor rank holds the whole.
 
     Args:
-        cuts: Parameter name (of a tied one its first name) -> its cut.
+        shardings: Parameter name (of a tied one its first name) -> its cut.
         rank: This rank's number in the tensor group.
         host_group: The tensor group over gloo; None: there is no tensor parallelism.
         whole_modules: Modules with parameters that every rank holds whole, the numbers of layers as `*`.
         stages: Which stage owns which parameter; None: there is no pipeline.
     """
 
-    cuts: Mapping[str, Cut] = field(default_factory=dict)
+    shardings: Mapping[str, TensorSharding] = field(default_factory=dict)
     rank: int = 0
     host_group: dist.ProcessGroup | None = None
     whole_modules: tuple[str, ...] = ()
@@ -61,10 +61,10 @@ class ModelSplit:
             local_shape: Shape of the local tensor, as the engine was given it.
             flat: Start and stop in the row-major flattened local tensor.
         """
-        cut = self.cuts.get(name)
-        if cut is None:
+        sharding = self.shardings.get(name)
+        if sharding is None:
             return ParameterSlice(name, tuple(local_shape), flat)
-        return ParameterSlice(name, cut.shape, flat, cut, self.rank)
+        return ParameterSlice(name, sharding.shape, flat, sharding, self.rank)
 
     def counted(self, name: str, rows: torch.Tensor, first: int = 0) -> Iterator[torch.Tensor]:
         """Views of what counts in a sum over the tensor group, to which each element of the full tensor adds once.
@@ -74,15 +74,15 @@ class ModelSplit:
             rows: The local tensor, or some of its rows.
             first: Number of the first of these rows in the local tensor.
         """
-        cut = self.cuts.get(name)
-        if cut is None:
+        sharding = self.shardings.get(name)
+        if sharding is None:
             yield from [rows] if self.rank == 0 else []
             return
-        offset = first if cut.dim == 0 else 0
-        for start, stop in cut.first_held(self.rank):
-            begin, end = max(start - offset, 0), min(stop - offset, rows.shape[cut.dim])
+        offset = first if sharding.dim == 0 else 0
+        for start, stop in sharding.first_held(self.rank):
+            begin, end = max(start - offset, 0), min(stop - offset, rows.shape[sharding.dim])
             if begin < end:
-                yield rows.narrow(cut.dim, begin, end - begin)
+                yield rows.narrow(sharding.dim, begin, end - begin)
 
     def merged(self, local: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """The whole model's tensors out of what its ranks hold, on every rank, one at a time.
@@ -92,16 +92,18 @@ class ModelSplit:
 
         Comm: one all-gather over the tensor group of each tensor that is cut; of stages that of `StageParameters`.
         """
-        whole = ((name, self._whole(tensor, cut) if (cut := self.cuts.get(name)) else tensor) for name, tensor in local)
-        return whole if self.stages is None else self.stages.merged(whole)
+        full = ((name, self._full(tensor, self.shardings.get(name))) for name, tensor in local)
+        return full if self.stages is None else self.stages.merged(full)
 
-    def _whole(self, local: torch.Tensor, cut: Cut) -> torch.Tensor:
-        parts = [torch.empty_like(local, memory_format=torch.contiguous_format) for _ in cut.ranges]
-        dist.all_gather(parts, local.contiguous(), group=self.host_group)
-        whole = local.new_empty(cut.shape)
-        for part, ranges in zip(parts, cut.ranges, strict=True):
+    def _full(self, local: torch.Tensor, sharding: TensorSharding | None) -> torch.Tensor:
+        if sharding is None:
+            return local
+        shards = [torch.empty_like(local, memory_format=torch.contiguous_format) for _ in sharding.ranges]
+        dist.all_gather(shards, local.contiguous(), group=self.host_group)
+        full = local.new_empty(sharding.shape)
+        for shard, ranges in zip(shards, sharding.ranges, strict=True):
             at = 0
             for start, stop in ranges:
-                whole.narrow(cut.dim, start, stop - start).copy_(part.narrow(cut.dim, at, stop - start))
+                full.narrow(sharding.dim, start, stop - start).copy_(shard.narrow(sharding.dim, at, stop - start))
                 at += stop - start
-        return whole
+        return full

@@ -79,7 +79,7 @@ def describe_layout(resolved: ResolvedConfig, everyones: list[list[ParameterSlic
 
 def _slice_as_json(piece: ParameterSlice) -> dict[str, Any]:
     """A slice as it reads back from JSON: of its cut only the ranges of its own rank."""
-    cut = piece.cut and {"dim": piece.cut.dim, "ranges": [list(r) for r in piece.cut.ranges[piece.rank]]}
+    cut = piece.sharding and {"dim": piece.sharding.dim, "ranges": [list(r) for r in piece.sharding.ranges[piece.rank]]}
     return {"name": piece.name, "shape": list(piece.shape), "flat": list(piece.flat), "cut": cut}
 
 

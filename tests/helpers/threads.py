@@ -45,20 +45,24 @@ def on_threads(function, size, *args):
     return results
 
 
-def local_part(whole, cut, rank):
+def local_part(whole, sharding, rank):
     """What a rank holds of a tensor; padding is 0."""
-    part, at = whole.new_zeros(cut.local_shape), 0
-    for start, stop in cut.ranges[rank]:
-        part.narrow(cut.dim, at, stop - start).copy_(whole.narrow(cut.dim, start, stop - start))
+    part, at = whole.new_zeros(sharding.local_shape), 0
+    for start, stop in sharding.ranges[rank]:
+        part.narrow(sharding.dim, at, stop - start).copy_(whole.narrow(sharding.dim, start, stop - start))
         at += stop - start
     return part
 
 
-def fill(layer, module, **cuts):
+def fill(layer, module, **shardings):
     """Gives a layer a module's values; a parameter with a cut its part of them."""
     for name, parameter in module.named_parameters():
-        cut = cuts.get(name)
-        value = parameter.detach().clone() if cut is None else local_part(parameter.detach(), cut, layer.group.rank())
+        sharding = shardings.get(name)
+        value = (
+            parameter.detach().clone()
+            if sharding is None
+            else local_part(parameter.detach(), sharding, layer.group.rank())
+        )
         assert getattr(layer, name).is_meta and getattr(layer, name).shape == value.shape
         setattr(layer, name, nn.Parameter(value, parameter.requires_grad))
     return layer

@@ -16,7 +16,7 @@ from ds_trainer.config.engine_sections import ParallelConfig
 from ds_trainer.distributed.process_groups import Mesh, init_mesh
 from ds_trainer.errors import UserError
 from ds_trainer.launch.environment import grid_from_environment
-from ds_trainer.layout import Cut
+from ds_trainer.layout import TensorSharding
 from ds_trainer.log import get_logger
 from ds_trainer.loss import CrossEntropy, shifted_labels
 from ds_trainer.models.scaled_down import VOCAB, causal_lm, scaled_down
@@ -114,7 +114,7 @@ def _compare(cls: Any, config: Any, plan: TensorPlan, parallel: ParallelConfig, 
     errors["loss"] = abs(part_loss - loss) / abs(loss)
     problems = _not_cut(plan, part, whole, split, mesh.grid.tp_size)
     problems += [f"{name} is off by {error:.1e}" for name, error in errors.items() if not error <= TOLERANCE]
-    if not any(gradients[name].any() for name in split.cuts):
+    if not any(gradients[name].any() for name in split.shardings):
         problems.append("all gradients of what is cut are zero")
     elements, local = (sum(p.numel() for p in model.parameters()) for model in (whole, part))
     return Outcome("failed" if problems else "passed", "; ".join(problems), max(errors.values()), local / elements)
@@ -178,13 +178,13 @@ def _not_cut(plan: TensorPlan, part: nn.Module, whole: nn.Module, split: ModelSp
     for name, parameter in whole.named_parameters():
         style = plan.style_of(name) or plan.style_of(name.rpartition(".")[0])
         planned = style in CUT or (style in CUT_BUT_FOR_BIASES and not (name.endswith("bias") and parameter.dim() == 1))
-        if planned and not _is_part(local[name], tuple(parameter.shape), split.cuts.get(name), size):
+        if planned and not _is_part(local[name], tuple(parameter.shape), split.shardings.get(name), size):
             problems.append(f"{name} of shape {tuple(parameter.shape)} is {local[name]} on a rank")
     return problems
 
 
-def _is_part(local: tuple[int, ...], whole: tuple[int, ...], cut: Cut | None, size: int) -> bool:
-    return cut is not None and prod(local) * whole[cut.dim] == prod(whole) * -(-whole[cut.dim] // size)
+def _is_part(local: tuple[int, ...], whole: tuple[int, ...], sharding: TensorSharding | None, size: int) -> bool:
+    return sharding is not None and prod(local) * whole[sharding.dim] == prod(whole) * -(-whole[sharding.dim] // size)
 
 
 def differences(whole: dict[str, torch.Tensor], merged: dict[str, torch.Tensor]) -> dict[str, float]:

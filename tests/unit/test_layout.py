@@ -5,7 +5,7 @@ from math import prod
 import pytest
 import torch
 
-from ds_trainer.layout import Cut, ParameterSlice, even_flat_range, rows_covering
+from ds_trainer.layout import ParameterSlice, TensorSharding, even_flat_range, rows_covering
 
 
 def test_a_whole_tensor_is_one_slice():
@@ -46,57 +46,57 @@ def test_rows_that_hold_a_flat_range(shape, flat, rows):
     assert rows_covering(shape, *flat) == rows
 
 
-CUTS = {
-    "columns": Cut.even((8, 6), 0, 2),
-    "rows": Cut.even((3, 8), 1, 4),
-    "packed": Cut.even((6, 5), 0, 2, parts=(2, 4)),
-    "packed rows of a three-dimensional tensor": Cut.even((2, 3, 12), 2, 3, parts=(6, 3, 3)),
-    "middle": Cut.even((3, 8, 5), 1, 2, parts=(4, 4)),
-    "padded": Cut.padded((7, 3), 4),
-    "padded by more than a rank": Cut.padded((5, 2), 4),
-    "padded vector": Cut.padded((65,), 2),
-    "copies": Cut.repeated((6, 4), 0, 4, units=2),
-    "copies of one": Cut.repeated((4, 6), 1, 3, units=1),
+SHARDINGS = {
+    "columns": TensorSharding.even((8, 6), 0, 2),
+    "rows": TensorSharding.even((3, 8), 1, 4),
+    "packed": TensorSharding.even((6, 5), 0, 2, parts=(2, 4)),
+    "packed rows of a three-dimensional tensor": TensorSharding.even((2, 3, 12), 2, 3, parts=(6, 3, 3)),
+    "middle": TensorSharding.even((3, 8, 5), 1, 2, parts=(4, 4)),
+    "padded": TensorSharding.padded((7, 3), 4),
+    "padded by more than a rank": TensorSharding.padded((5, 2), 4),
+    "padded vector": TensorSharding.padded((65,), 2),
+    "copies": TensorSharding.repeated((6, 4), 0, 4, units=2),
+    "copies of one": TensorSharding.repeated((4, 6), 1, 3, units=1),
 }
 
 
-@pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
-def test_every_rank_s_local_shape_is_the_same_and_its_ranges_fit(cut):
-    for ranges in cut.ranges:
+@pytest.mark.parametrize("sharding", SHARDINGS.values(), ids=SHARDINGS)
+def test_every_rank_s_local_shape_is_the_same_and_its_ranges_fit(sharding):
+    for ranges in sharding.ranges:
         held = sum(stop - start for start, stop in ranges)
-        assert held <= cut.length == cut.local_shape[cut.dim]
-    covered = {i for ranges in cut.ranges for start, stop in ranges for i in range(start, stop)}
-    assert covered == set(range(cut.shape[cut.dim]))
+        assert held <= sharding.length == sharding.local_shape[sharding.dim]
+    covered = {i for ranges in sharding.ranges for start, stop in ranges for i in range(start, stop)}
+    assert covered == set(range(sharding.shape[sharding.dim]))
 
 
-@pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
-def test_parts_are_the_boxes_of_the_full_tensor_that_a_flat_range_of_the_local_one_holds(cut):
-    full = torch.arange(1, prod(cut.shape) + 1).view(cut.shape)  # 0 is padding.
-    numel = prod(cut.local_shape)
-    for rank, ranges in enumerate(cut.ranges):
-        local = torch.zeros(cut.local_shape, dtype=full.dtype)
-        held = torch.cat([full.narrow(cut.dim, start, stop - start) for start, stop in ranges], cut.dim)
-        local.narrow(cut.dim, 0, held.shape[cut.dim]).copy_(held)
+@pytest.mark.parametrize("sharding", SHARDINGS.values(), ids=SHARDINGS)
+def test_parts_are_the_boxes_of_the_full_tensor_that_a_flat_range_of_the_local_one_holds(sharding):
+    full = torch.arange(1, prod(sharding.shape) + 1).view(sharding.shape)  # 0 is padding.
+    numel = prod(sharding.local_shape)
+    for rank, ranges in enumerate(sharding.ranges):
+        local = torch.zeros(sharding.local_shape, dtype=full.dtype)
+        held = torch.cat([full.narrow(sharding.dim, start, stop - start) for start, stop in ranges], sharding.dim)
+        local.narrow(sharding.dim, 0, held.shape[sharding.dim]).copy_(held)
         for start, stop in ((0, numel), (numel // 3, 2 * numel // 3), (numel - 1, numel), (1, 1), (1, numel - 1)):
-            piece = ParameterSlice("w", cut.shape, (start, stop), cut, rank)
+            piece = ParameterSlice("w", sharding.shape, (start, stop), sharding, rank)
             parts, got = list(piece.parts()), torch.zeros(piece.numel, dtype=full.dtype)
             for part in parts:
                 assert (part.of(got) == 0).all(), "an element is in two parts"
-                part.of(got).copy_(full[part.box.index])
+                part.of(got).copy_(full[part.slice.index])
             assert torch.equal(got, local.flatten()[start:stop])
-            assert len({part.box.offsets for part in parts}) == len(parts)
-            assert len(parts) <= (2 * len(cut.shape) - 1) * len(ranges)
+            assert len({part.slice.offsets for part in parts}) == len(parts)
+            assert len(parts) <= (2 * len(sharding.shape) - 1) * len(ranges)
 
 
 def test_a_rank_that_holds_nothing_but_padding_has_no_part():
-    cut = Cut.padded((5, 2), 4)
-    assert not list(ParameterSlice("w", cut.shape, (0, 4), cut, 3).parts())
+    sharding = TensorSharding.padded((5, 2), 4)
+    assert not list(ParameterSlice("w", sharding.shape, (0, 4), sharding, 3).parts())
 
 
 def test_a_scalar_is_one_part():
     (part,) = ParameterSlice.whole("scalar", ()).parts()
-    assert part.of(torch.tensor([3.0])).shape == () and part.box.index == ()
+    assert part.of(torch.tensor([3.0])).shape == () and part.slice.index == ()
 
 
 def test_copies_of_a_head_hold_the_same_range_on_neighbouring_ranks():
-    assert Cut.repeated((6, 4), 0, 4, units=2).ranges == (((0, 3),), ((0, 3),), ((3, 6),), ((3, 6),))
+    assert TensorSharding.repeated((6, 4), 0, 4, units=2).ranges == (((0, 3),), ((0, 3),), ((3, 6),), ((3, 6),))

@@ -52,11 +52,11 @@ def counts_in_norm(name: str, split: ModelSplit) -> bool:
     Raises:
         EngineError: Ranks hold a part of it each and share another; on every rank.
     """
-    cut = split.cuts.get(name)
-    if cut is None:
+    sharding = split.shardings.get(name)
+    if sharding is None:
         return False  # Tensor rank 0 takes it in.
-    counted = [sum(stop - start for start, stop in cut.first_held(r)) for r in range(len(cut.ranges))]
-    held = [sum(stop - start for start, stop in ranges) for ranges in cut.ranges]
+    counted = [sum(stop - start for start, stop in sharding.first_held(r)) for r in range(len(sharding.ranges))]
+    held = [sum(stop - start for start, stop in ranges) for ranges in sharding.ranges]
     if any(0 < some < every for some, every in zip(counted, held, strict=True)):
         raise EngineError(
             f"of {name} tensor ranks hold one part each and copies of another, such as the only KV head",

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ds_trainer.layout import Cut
+from ds_trainer.layout import TensorSharding
 from ds_trainer.parallel.patching import derive
 from ds_trainer.planning.tp_divisibility import Unit
 
@@ -77,7 +77,7 @@ def heads_of(module: nn.Module, config: Any) -> Heads | None:
     return Heads(number, kv, dims)
 
 
-def column_cut(heads: Heads, shape: tuple[int, ...], dim: int, size: int) -> Cut:
+def heads_sharding(heads: Heads, shape: tuple[int, ...], dim: int, size: int) -> TensorSharding:
     """How a projection to queries, or to keys or values, is cut between heads.
 
     Args:
@@ -87,11 +87,11 @@ def column_cut(heads: Heads, shape: tuple[int, ...], dim: int, size: int) -> Cut
         size: Number of tensor ranks.
     """
     if heads.are_kv(shape[dim]) and heads.kv < size:
-        return Cut.repeated(shape, dim, size, heads.kv)
-    return Cut.even(shape, dim, size)
+        return TensorSharding.repeated(shape, dim, size, heads.kv)
+    return TensorSharding.even(shape, dim, size)
 
 
-def qkv_cut(heads: Heads, shape: tuple[int, ...], dim: int, size: int) -> Cut:
+def qkv_sharding(heads: Heads, shape: tuple[int, ...], dim: int, size: int) -> TensorSharding:
     """How a projection to queries, keys and values side by side is cut: each of the three between heads.
 
     Args:
@@ -103,14 +103,14 @@ def qkv_cut(heads: Heads, shape: tuple[int, ...], dim: int, size: int) -> Cut:
     head_dim = shape[dim] // (heads.number + 2 * heads.kv)
     queries, keys = heads.number * head_dim, heads.kv * head_dim
     parts = [
-        (start, column_cut(Heads(heads.number, heads.kv, frozenset({head_dim})), (width,), 0, size))
+        (start, heads_sharding(Heads(heads.number, heads.kv, frozenset({head_dim})), (width,), 0, size))
         for start, width in ((0, queries), (queries, keys), (queries + keys, keys))
     ]
     ranges = tuple(
-        tuple((start + first, start + last) for start, cut in parts for first, last in cut.ranges[rank])
+        tuple((start + first, start + last) for start, sharding in parts for first, last in sharding.ranges[rank])
         for rank in range(size)
     )
-    return Cut(tuple(shape), dim, ranges, sum(cut.length for _, cut in parts))
+    return TensorSharding(tuple(shape), dim, ranges, sum(sharding.length for _, sharding in parts))
 
 
 def localize(module: nn.Module, heads: Heads, group: dist.ProcessGroup) -> None:

@@ -44,9 +44,9 @@ def exit_of(region: nn.Module, splitter: Splitter) -> RowParallelLinear | None:
     if len(rows) != 1 or rows[0] not in set(region.children()):
         return None
     cut = [p for m in region.modules() if not isinstance(m, ParallelLinear) for p in m.parameters(recurse=False)]
-    if any(splitter.is_cut(parameter) and parameter.dim() > 1 for parameter in cut):
+    if any(splitter.is_sharded(parameter) and parameter.dim() > 1 for parameter in cut):
         return None
-    return rows[0] if all(map(splitter.is_cut, region.parameters(recurse=False))) else None
+    return rows[0] if all(map(splitter.is_sharded, region.parameters(recurse=False))) else None
 
 
 def _is_norm(module: nn.Module) -> bool:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ds_trainer.layout import Cut
+from ds_trainer.layout import TensorSharding
 from ds_trainer.parallel.patching import derive
 from ds_trainer.parallel.tensor.collectives import reduce_from_group
 
@@ -48,19 +48,19 @@ class VocabParallelEmbedding:
         return reduce_from_group(embedded.masked_fill(others.unsqueeze(-1), 0.0), self.group)
 
 
-def make_vocab_parallel(module: nn.Embedding, cut: Cut, group: dist.ProcessGroup) -> None:
+def make_vocab_parallel(module: nn.Embedding, sharding: TensorSharding, group: dist.ProcessGroup) -> None:
     """Gives an embedding in place this rank's rows, on meta, and the forward that goes with them.
 
     Args:
         module: The embedding, of the stock class or one derived from it.
-        cut: How its weight is cut: by rows, each rank's one after the other.
+        sharding: How its weight is cut: by rows, each rank's one after the other.
         group: Tensor ranks.
     """
     derive(module, VocabParallelEmbedding)
-    first = group.rank() * cut.length
-    module.__dict__ |= {"group": group, "first": first, "num_embeddings": cut.length}
+    first = group.rank() * sharding.length
+    module.__dict__ |= {"group": group, "first": first, "num_embeddings": sharding.length}
     if module.padding_idx is not None:  # Its row gets no gradient, on the rank that has it.
         local = module.padding_idx - first
-        module.padding_idx = local if 0 <= local < cut.length else None
-    weight = module.weight.new_empty(cut.local_shape, device="meta")
+        module.padding_idx = local if 0 <= local < sharding.length else None
+    weight = module.weight.new_empty(sharding.local_shape, device="meta")
     module.weight = nn.Parameter(weight, module.weight.requires_grad)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ds_trainer.errors import ModelError
-from ds_trainer.layout import Cut
+from ds_trainer.layout import TensorSharding
 from ds_trainer.parallel.patching import derive
 from ds_trainer.parallel.tensor.collectives import copy_to_group, gather_last_dim, reduce_from_group, sum_gradient
 from ds_trainer.parallel.tensor.splitter import Splitter
@@ -125,7 +125,7 @@ def embedding_colwise(splitter: Splitter, name: str, target: nn.Module | nn.Para
         raise _misfit(name, target, "embedding_colwise")
     shape = tuple(target.weight.shape)
     splitter.units.append(Unit(f"width of {generic(name)}", shape[1]))
-    splitter.cut_parameter(target, "weight", Cut.even(shape, 1, splitter.size))
+    splitter.shard_parameter(target, "weight", TensorSharding.even(shape, 1, splitter.size))
     derive(target, _GatheredVectors)
     target.columns_group = splitter.group  # type: ignore[assignment]
 

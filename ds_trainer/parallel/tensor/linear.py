@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from ds_trainer.layout import Cut
+from ds_trainer.layout import TensorSharding
 from ds_trainer.parallel.tensor.collectives import (
     gather_last_dim,
     reduce_from_group,
@@ -26,33 +26,33 @@ from ds_trainer.parallel.tensor.column_group import ColumnGroup
 from ds_trainer.parallel.tensor.replicated_shards import Copies
 
 
-def column_bias_cut(cut: Cut) -> Cut:
+def column_bias_sharding(sharding: TensorSharding) -> TensorSharding:
     """How the bias of a column layer is cut, whose weight is cut like this."""
-    return Cut((cut.shape[cut.dim],), 0, cut.ranges, cut.length)
+    return TensorSharding((sharding.shape[sharding.dim],), 0, sharding.ranges, sharding.length)
 
 
 class ParallelLinear(nn.Linear):
     """A rank's part of a linear layer; `in_features` and `out_features` are the rank's.
 
     Attributes:
-        cut: How the weight is cut.
+        sharding: How the weight is cut.
         group: Tensor ranks.
         transposed: Whether the weight is (I, D), as in GPT-2's `Conv1D`, not (D, I).
     """
 
-    cut: Cut
+    sharding: TensorSharding
     group: dist.ProcessGroup
     transposed: bool
 
     @classmethod
-    def _part_of(cls, module: nn.Module, cut: Cut, group: dist.ProcessGroup, transposed: bool) -> Self:
+    def _part_of(cls, module: nn.Module, sharding: TensorSharding, group: dist.ProcessGroup, transposed: bool) -> Self:
         """The part of a module, its weight on meta; no bias yet."""
-        inputs, outputs = cut.local_shape if transposed else reversed(cut.local_shape)
+        inputs, outputs = sharding.local_shape if transposed else reversed(sharding.local_shape)
         layer = cls(inputs, outputs, bias=False, device="meta")
-        weight = _like(module.weight, cut.local_shape)
+        weight = _like(module.weight, sharding.local_shape)
         assert weight is not None
         layer.weight = weight
-        layer.cut, layer.group, layer.transposed = cut, group, transposed
+        layer.sharding, layer.group, layer.transposed = sharding, group, transposed
         return layer.train(module.training)
 
 
@@ -76,19 +76,19 @@ class ColumnParallelLinear(ParallelLinear):
     bias_copies: Copies | None
 
     @classmethod
-    def from_module(cls, module: nn.Module, cut: Cut, group: dist.ProcessGroup) -> Self:
+    def from_module(cls, module: nn.Module, sharding: TensorSharding, group: dist.ProcessGroup) -> Self:
         """The part of a module, with parameters on meta.
 
         Args:
             module: An `nn.Linear`, or a `Conv1D`, whose weight is the other way round.
-            cut: How its weight is cut; its bias is cut alike.
+            sharding: How its weight is cut; its bias is cut alike.
             group: Tensor ranks.
         """
-        layer = cls._part_of(module, cut, group, transposed=cut.dim == 1)
-        bias_cut = column_bias_cut(cut)
-        layer.register_parameter("bias", _like(module.bias, bias_cut.local_shape))
+        layer = cls._part_of(module, sharding, group, transposed=sharding.dim == 1)
+        bias_sharding = column_bias_sharding(sharding)
+        layer.register_parameter("bias", _like(module.bias, bias_sharding.local_shape))
         layer.gather_output = False
-        layer.weight_copies, layer.bias_copies = (Copies.of(c, group.rank()) for c in (cut, bias_cut))
+        layer.weight_copies, layer.bias_copies = (Copies.of(c, group.rank()) for c in (sharding, bias_sharding))
         ColumnGroup([layer], group)
         return layer
 
@@ -97,7 +97,8 @@ class ColumnParallelLinear(ParallelLinear):
         y = self.column_group.output(self, x)
         if not self.gather_output:
             return y
-        return _in_order(gather_last_dim(y, self.group), self.cut).contiguous()  # As the model's code may expect it.
+        y = _in_order(gather_last_dim(y, self.group), self.sharding)
+        return y.contiguous()  # As the model's code may expect it.
 
 
 class RowParallelLinear(ParallelLinear):
@@ -119,15 +120,15 @@ class RowParallelLinear(ParallelLinear):
     sequence_parallel: bool
 
     @classmethod
-    def from_module(cls, module: nn.Module, cut: Cut, group: dist.ProcessGroup) -> Self:
+    def from_module(cls, module: nn.Module, sharding: TensorSharding, group: dist.ProcessGroup) -> Self:
         """The part of a module, with parameters on meta.
 
         Args:
             module: An `nn.Linear`, or a `Conv1D`, whose weight is the other way round.
-            cut: How its weight is cut.
+            sharding: How its weight is cut.
             group: Tensor ranks.
         """
-        layer = cls._part_of(module, cut, group, transposed=cut.dim == 0)
+        layer = cls._part_of(module, sharding, group, transposed=sharding.dim == 0)
         layer.register_parameter("bias", _like(module.bias))
         layer.input_is_whole = layer.sequence_parallel = False
         return layer
@@ -135,7 +136,7 @@ class RowParallelLinear(ParallelLinear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The sum over the ranks, whole or this rank's positions of it."""
         if self.input_is_whole:
-            x = scatter_last_dim(_by_rank(x, self.cut), self.group)
+            x = scatter_last_dim(_by_rank(x, self.sharding), self.group)
         y = (reduce_scatter_sequence if self.sequence_parallel else reduce_from_group)(self.partial(x), self.group)
         if self.bias is None:
             return y
@@ -155,11 +156,11 @@ def _like(whole: object, shape: tuple[int, ...] | None = None) -> nn.Parameter |
     return nn.Parameter(whole.new_empty(shape or whole.shape, device="meta"), whole.requires_grad)
 
 
-def _in_order(joined: torch.Tensor, cut: Cut) -> torch.Tensor:
+def _in_order(joined: torch.Tensor, sharding: TensorSharding) -> torch.Tensor:
     """The ranks' parts of the last dimension, as they were joined, in the order of the whole; of copies the first."""
     pieces: dict[int, tuple[int, int]] = {}
-    for rank, ranges in enumerate(cut.ranges):
-        at = rank * cut.length
+    for rank, ranges in enumerate(sharding.ranges):
+        at = rank * sharding.length
         for start, stop in ranges:
             if start < stop:
                 pieces.setdefault(start, (at, stop - start))
@@ -167,9 +168,9 @@ def _in_order(joined: torch.Tensor, cut: Cut) -> torch.Tensor:
     return _picked(joined, [pieces[start] for start in sorted(pieces)])
 
 
-def _by_rank(whole: torch.Tensor, cut: Cut) -> torch.Tensor:
+def _by_rank(whole: torch.Tensor, sharding: TensorSharding) -> torch.Tensor:
     """The last dimension in the order in which the ranks hold it."""
-    return _picked(whole, [(start, stop - start) for ranges in cut.ranges for start, stop in ranges])
+    return _picked(whole, [(start, stop - start) for ranges in sharding.ranges for start, stop in ranges])
 
 
 def _picked(x: torch.Tensor, pieces: list[tuple[int, int]]) -> torch.Tensor:

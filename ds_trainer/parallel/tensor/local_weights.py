@@ -23,17 +23,17 @@ class LocalWeights(WeightSource):
 
     def view(self, name: str, flat: tuple[int, int] | None = None) -> torch.Tensor:
         """As in `WeightSource`, of the local tensor."""
-        cut = self._split.cuts.get(name)
-        if cut is None:
+        sharding = self._split.shardings.get(name)
+        if sharding is None:
             return self._whole.view(name, flat)
-        piece = self._split.slice(name, cut.local_shape, flat or (0, prod(cut.local_shape)))
-        shape = cut.local_shape if flat is None else (piece.numel,)
+        piece = self._split.slice(name, sharding.local_shape, flat or (0, prod(sharding.local_shape)))
+        shape = sharding.local_shape if flat is None else (piece.numel,)
         parts = list(piece.parts())
-        if [part.box.numel for part in parts] == [piece.numel]:  # The source's own memory will do.
-            return self._whole.box(name, parts[0].box).reshape(shape)
+        if [part.slice.numel for part in parts] == [piece.numel]:  # The source's own memory will do.
+            return self._whole.read_slice(name, parts[0].slice).reshape(shape)
         local = torch.zeros(piece.numel, dtype=self.stored_dtype(name))
         for part in parts:
-            part.of(local).copy_(self._whole.box(name, part.box))
+            part.of(local).copy_(self._whole.read_slice(name, part.slice))
         return local.view(shape)
 
     def stored_dtype(self, name: str) -> torch.dtype:

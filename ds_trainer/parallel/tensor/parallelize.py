@@ -57,8 +57,8 @@ def split_model(model: nn.Module, config: ParallelConfig, mesh: Mesh) -> ModelSp
         own_masks_between_layers(model, mesh.tp_group)
     if config.sequence_parallel:
         cut_sequences(splitter, own_masks=dropout)
-    cuts = splitter.cuts()
-    split = ModelSplit(cuts, mesh.grid.tp_rank, mesh.tp_host_group, _whole_modules(model, cuts))
+    shardings = splitter.shardings()
+    split = ModelSplit(shardings, mesh.grid.tp_rank, mesh.tp_host_group, _whole_modules(model, shardings))
     _tell(split, model)
     if plan.override:
         tell_misfits_of_first_forward(model, plan)
@@ -108,7 +108,7 @@ def _apply(plan: TensorPlan, splitter: Splitter) -> None:
     check_tied(plan, splitter.model)
     for name, style in styles.items():
         _apply_style(plan, splitter, name, style, targets[name])
-    if not splitter.has_cut:
+    if not splitter.has_sharded:
         raise ModelError(
             f"no entry of the plan {'cuts' if styles else 'matches'} a module of {type(splitter.model).__name__}",
             "every rank would hold the whole model",
@@ -166,7 +166,7 @@ def _group_columns(model: nn.Module, splitter: Splitter, keep_gathered_input: bo
 def _tell(split: ModelSplit, model: nn.Module) -> None:
     """One line on what has been cut, and what has not."""
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
-    whole = sum(prod(split.cuts[name].shape) if name in split.cuts else size for name, size in sizes.items())
+    whole = sum(prod(split.shardings[name].shape) if name in split.shardings else size for name, size in sizes.items())
     get_logger().info(
         "tensor parallel: each rank holds %.0f%% of the parameters; whole on every one: %s",
         100 * sum(sizes.values()) / whole,
@@ -174,7 +174,7 @@ def _tell(split: ModelSplit, model: nn.Module) -> None:
     )
 
 
-def _whole_modules(model: nn.Module, cuts: dict[str, Any]) -> tuple[str, ...]:
+def _whole_modules(model: nn.Module, shardings: dict[str, Any]) -> tuple[str, ...]:
     """Modules with parameters that every rank holds whole, the numbers of layers as `*`."""
-    names = (name.rpartition(".")[0] for name, _ in model.named_parameters() if name not in cuts)
+    names = (name.rpartition(".")[0] for name, _ in model.named_parameters() if name not in shardings)
     return tuple(dict.fromkeys(generic(name) for name in names))

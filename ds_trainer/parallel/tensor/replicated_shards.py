@@ -8,7 +8,7 @@ from itertools import pairwise
 import torch
 import torch.distributed as dist
 
-from ds_trainer.layout import Cut
+from ds_trainer.layout import TensorSharding
 from ds_trainer.parallel.tensor.collectives import start_all_reduce
 
 
@@ -31,21 +31,21 @@ class Copies:
     length: int
 
     @classmethod
-    def of(cls, cut: Cut, rank: int) -> Copies | None:
+    def of(cls, sharding: TensorSharding, rank: int) -> Copies | None:
         """The copies of a cut on a rank; None: every rank holds what no other does."""
-        bounds = sorted({bound for ranges in cut.ranges for pair in ranges for bound in pair})
+        bounds = sorted({bound for ranges in sharding.ranges for pair in ranges for bound in pair})
         slots, length = {}, 0
         for start, stop in pairwise(bounds):
-            if sum(first <= start < last for ranges in cut.ranges for first, last in ranges) > 1:
+            if sum(first <= start < last for ranges in sharding.ranges for first, last in ranges) > 1:
                 slots[start] = length, stop - start
                 length += stop - start
         if not slots:
             return None
         segments, at = [], 0
-        for first, last in cut.ranges[rank]:
+        for first, last in sharding.ranges[rank]:
             segments += [(at + start - first, slot, n) for start, (slot, n) in slots.items() if first <= start < last]
             at += last - first
-        return cls(cut.dim, tuple(segments), length)
+        return cls(sharding.dim, tuple(segments), length)
 
     def sum(self, gradient: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         """Sums a gradient over the ranks that hold the same, in place; all of them get the same bits.

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ds_trainer.errors import ModelError
-from ds_trainer.layout import Cut
+from ds_trainer.layout import TensorSharding
 from ds_trainer.parallel.tensor.attention import Heads, localize
 from ds_trainer.planning.tp_divisibility import Unit, refusal
 
@@ -40,46 +40,46 @@ class Splitter:
                     self._places[child].append((parent, name))
         self._heads: dict[nn.Module, Heads] = {}
         # The old parameters are kept, so that no new one gets an old one's identity.
-        self._cut: dict[int, tuple[nn.Parameter, nn.Parameter, Cut]] = {}
+        self._sharded: dict[int, tuple[nn.Parameter, nn.Parameter, TensorSharding]] = {}
 
     def parent(self, module: nn.Module) -> nn.Module:
         """The module that holds a module, the first of several."""
         return self._places[module][0][0]
 
-    def swap(self, old: nn.Module, new: nn.Module, cuts: Mapping[str, Cut]) -> None:
+    def swap(self, old: nn.Module, new: nn.Module, shardings: Mapping[str, TensorSharding]) -> None:
         """Puts a module in the place of another, wherever that is held.
 
         Args:
             old: The stock module.
             new: Its parallel layer; its parameters become the old ones, cut.
-            cuts: Name of a parameter of the module -> its cut; another stays whole.
+            shardings: Name of a parameter of the module -> its cut; another stays whole.
         """
         for name, parameter in old._parameters.items():
             if parameter is not None:
-                setattr(new, name, self.local(parameter, cuts[name]) if name in cuts else parameter)
+                setattr(new, name, self.local(parameter, shardings[name]) if name in shardings else parameter)
         new.train(old.training)
         for parent, name in self._places[old]:
             setattr(parent, name, new)
         self._places[new] = self._places[old]
 
-    def cut_parameter(self, module: nn.Module, name: str, cut: Cut) -> None:
+    def shard_parameter(self, module: nn.Module, name: str, sharding: TensorSharding) -> None:
         """Puts a parameter of local shape in the place of one of a module's own."""
-        setattr(module, name, self.local(getattr(module, name), cut))
+        setattr(module, name, self.local(getattr(module, name), sharding))
 
-    def cut_heads(self, module: nn.Module, heads: Heads) -> None:
+    def shard_heads(self, module: nn.Module, heads: Heads) -> None:
         """Notes that each rank computes some heads of an attention module, which `finish` then tells the module."""
         self._heads[module] = heads
 
-    def local(self, parameter: nn.Parameter, cut: Cut) -> nn.Parameter:
+    def local(self, parameter: nn.Parameter, sharding: TensorSharding) -> nn.Parameter:
         """A parameter of local shape on meta in the place of one of the model's; for a tied one always the same."""
-        known = self._cut.get(id(parameter))
+        known = self._sharded.get(id(parameter))
         if known is None:
-            values = torch.empty(cut.local_shape, dtype=parameter.dtype, device="meta")
-            known = parameter, nn.Parameter(values, parameter.requires_grad), cut
-            self._cut[id(parameter)] = known
-        if known[2] != cut:
+            values = torch.empty(sharding.local_shape, dtype=parameter.dtype, device="meta")
+            known = parameter, nn.Parameter(values, parameter.requires_grad), sharding
+            self._sharded[id(parameter)] = known
+        if known[2] != sharding:
             raise ModelError(
-                f"a parameter of shape {tuple(cut.shape)} is shared by layers that the plan cuts in different ways",
+                f"a parameter of shape {tuple(sharding.shape)} is shared by layers that the plan shards differently",
                 "a shared parameter is one tensor on each rank",
                 "give the layers that share it fitting styles in parallel.tp_plan, such as embedding_rowwise for an "
                 "embedding and colwise_gather_output for the head",
@@ -87,28 +87,28 @@ class Splitter:
         return known[1]
 
     @property
-    def has_cut(self) -> bool:
+    def has_sharded(self) -> bool:
         """Whether any parameter has been cut."""
-        return bool(self._cut)
+        return bool(self._sharded)
 
-    def is_cut(self, parameter: nn.Parameter) -> bool:
+    def is_sharded(self, parameter: nn.Parameter) -> bool:
         """Whether a parameter is a rank's part of one."""
-        return any(new is parameter for _, new, _ in self._cut.values())
+        return any(new is parameter for _, new, _ in self._sharded.values())
 
-    def cuts(self) -> dict[str, Cut]:
+    def shardings(self) -> dict[str, TensorSharding]:
         """Parameter name, of a tied one its first name -> its cut.
 
         Raises:
             ModelError: A parameter that was cut is still held whole by a layer that shares it.
         """
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
-            if id(parameter) in self._cut:
+            if id(parameter) in self._sharded:
                 raise ModelError(
                     f"{name} is shared with a layer that the plan cuts, and is itself not in the plan",
                     "a shared parameter is one tensor on each rank",
                     "add a style for it to parallel.tp_plan",
                 )
-        by_new = {id(new): cut for _, new, cut in self._cut.values()}
+        by_new = {id(new): sharding for _, new, sharding in self._sharded.values()}
         return {name: by_new[id(p)] for name, p in self.model.named_parameters() if id(p) in by_new}
 
     def finish(self) -> None:

@@ -9,12 +9,12 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from ds_trainer.errors import ModelError
-from ds_trainer.layout import Cut
-from ds_trainer.parallel.tensor.attention import column_cut, heads_of, qkv_cut
+from ds_trainer.layout import TensorSharding
+from ds_trainer.parallel.tensor.attention import heads_of, heads_sharding, qkv_sharding
 from ds_trainer.parallel.tensor.embedding import make_vocab_parallel
 from ds_trainer.parallel.tensor.experts import EXPERT_STYLES
 from ds_trainer.parallel.tensor.grad_allreduce import sum_partial_gradients
-from ds_trainer.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear, column_bias_cut
+from ds_trainer.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear, column_bias_sharding
 from ds_trainer.parallel.tensor.splitter import Splitter
 from ds_trainer.planning.tp_divisibility import Unit
 from ds_trainer.planning.tp_plan import generic
@@ -25,17 +25,17 @@ Style = Callable[[Splitter, str, nn.Module | nn.Parameter], None]
 def colwise(splitter: Splitter, name: str, target: nn.Module | nn.Parameter) -> None:
     """Cuts the outputs; in an attention module between heads. A parameter: its rows, or its elements."""
     if isinstance(target, nn.Parameter):
-        _cut_rows(splitter, name, target, 1)
+        _shard_rows(splitter, name, target, 1)
         return
     heads = heads_of(splitter.parent(target), splitter.config)
     shape, dim = _weight(name, target, "colwise")
     if heads is None:
         splitter.units.append(Unit(f"outputs of {generic(name)}", shape[dim]))
-        _column(splitter, target, Cut.even(shape, dim, splitter.size))
+        _column(splitter, target, TensorSharding.even(shape, dim, splitter.size))
         return
     splitter.units += heads.units
-    _column(splitter, target, column_cut(heads, shape, dim, splitter.size))
-    splitter.cut_heads(splitter.parent(target), heads)
+    _column(splitter, target, heads_sharding(heads, shape, dim, splitter.size))
+    splitter.shard_heads(splitter.parent(target), heads)
 
 
 def qkv_colwise(splitter: Splitter, name: str, target: nn.Module | nn.Parameter) -> None:
@@ -50,21 +50,21 @@ def qkv_colwise(splitter: Splitter, name: str, target: nn.Module | nn.Parameter)
             "give it another style in parallel.tp_plan",
         )
     splitter.units += heads.units
-    _column(splitter, target, qkv_cut(heads, shape, dim, splitter.size))
-    splitter.cut_heads(splitter.parent(target), heads)
+    _column(splitter, target, qkv_sharding(heads, shape, dim, splitter.size))
+    splitter.shard_heads(splitter.parent(target), heads)
 
 
 def colwise_gather_output(splitter: Splitter, name: str, target: nn.Module | nn.Parameter) -> None:
     """Cuts the outputs, padded where they do not divide, and gathers them."""
     shape, dim = _weight(name, target, "colwise_gather_output")
     assert isinstance(target, nn.Module)
-    _column(splitter, target, padded_cut(shape, dim, splitter.size), gather_output=True)
+    _column(splitter, target, padded_sharding(shape, dim, splitter.size), gather_output=True)
 
 
 def packed_colwise(splitter: Splitter, name: str, target: nn.Module | nn.Parameter) -> None:
     """Cuts the outputs of two layers packed into one, each by itself. A parameter: its rows."""
     if isinstance(target, nn.Parameter):
-        _cut_rows(splitter, name, target, 2)
+        _shard_rows(splitter, name, target, 2)
         return
     shape, dim = _weight(name, target, "packed_colwise")
     splitter.units.append(Unit(f"outputs in each half of {generic(name)}", shape[dim] // 2))
@@ -74,7 +74,7 @@ def packed_colwise(splitter: Splitter, name: str, target: nn.Module | nn.Paramet
 def rowwise(splitter: Splitter, name: str, target: nn.Module | nn.Parameter) -> None:
     """Cuts the inputs, of which each rank has its part, and sums the outputs. A parameter: its columns."""
     if isinstance(target, nn.Parameter):
-        _cut_columns(splitter, name, target, 1)
+        _shard_columns(splitter, name, target, 1)
         return
     heads = heads_of(splitter.parent(target), splitter.config)
     _row(splitter, name, target, 1)
@@ -90,7 +90,7 @@ def rowwise_split_input(splitter: Splitter, name: str, target: nn.Module | nn.Pa
 def packed_rowwise(splitter: Splitter, name: str, target: nn.Module | nn.Parameter) -> None:
     """Cuts the inputs of two layers packed into one. A parameter: its columns."""
     if isinstance(target, nn.Parameter):
-        _cut_columns(splitter, name, target, 2)
+        _shard_columns(splitter, name, target, 2)
     else:
         _row(splitter, name, target, 2)
 
@@ -99,10 +99,10 @@ def embedding_rowwise(splitter: Splitter, name: str, target: Any) -> None:
     """Cuts an embedding's rows, padded where they do not divide, and sums the outputs."""
     if not isinstance(target, nn.Embedding):
         raise _misfit(name, target, "embedding_rowwise")
-    cut = padded_cut(tuple(target.weight.shape), 0, splitter.size)
+    sharding = padded_sharding(tuple(target.weight.shape), 0, splitter.size)
     weight: Any = target.weight
-    make_vocab_parallel(target, cut, splitter.group)
-    target.weight = splitter.local(weight, cut)
+    make_vocab_parallel(target, sharding, splitter.group)
+    target.weight = splitter.local(weight, sharding)
     for module in target.modules():
         if module is not target and list(module.parameters(recurse=False)):
             sum_partial_gradients(module, splitter.group)  # It sees the tokens that this rank has.
@@ -136,10 +136,10 @@ STYLES: dict[str, Style] = {
 """Name of a style -> what it does: cuts or changes a module or parameter of this name."""
 
 
-def padded_cut(shape: tuple[int, ...], dim: int, size: int) -> Cut:
+def padded_sharding(shape: tuple[int, ...], dim: int, size: int) -> TensorSharding:
     """Equal parts for `size` ranks along a dimension, the last ones padded."""
-    along = Cut.padded((shape[dim],), size)
-    return Cut(shape, dim, along.ranges, along.length)
+    along = TensorSharding.padded((shape[dim],), size)
+    return TensorSharding(shape, dim, along.ranges, along.length)
 
 
 def _weight(name: str, target: object, style: str) -> tuple[tuple[int, ...], int]:
@@ -149,10 +149,10 @@ def _weight(name: str, target: object, style: str) -> tuple[tuple[int, ...], int
     return tuple(target.weight.shape), int(isinstance(target, Conv1D))
 
 
-def _column(splitter: Splitter, module: nn.Module, cut: Cut, gather_output: bool = False) -> None:
-    layer = ColumnParallelLinear.from_module(module, cut, splitter.group)
+def _column(splitter: Splitter, module: nn.Module, sharding: TensorSharding, gather_output: bool = False) -> None:
+    layer = ColumnParallelLinear.from_module(module, sharding, splitter.group)
     layer.gather_output = gather_output
-    splitter.swap(module, layer, {"weight": cut, "bias": column_bias_cut(cut)})
+    splitter.swap(module, layer, {"weight": sharding, "bias": column_bias_sharding(sharding)})
 
 
 def _row(splitter: Splitter, name: str, target: nn.Module | nn.Parameter, parts: int) -> RowParallelLinear:
@@ -160,33 +160,33 @@ def _row(splitter: Splitter, name: str, target: nn.Module | nn.Parameter, parts:
     assert isinstance(target, nn.Module)
     dim = 1 - outputs
     splitter.units.append(Unit(f"inputs of {generic(name)}", shape[dim] // parts))
-    cut = _even(shape, dim, splitter.size, parts)
-    layer = RowParallelLinear.from_module(target, cut, splitter.group)
-    splitter.swap(target, layer, {"weight": cut})
+    sharding = _even(shape, dim, splitter.size, parts)
+    layer = RowParallelLinear.from_module(target, sharding, splitter.group)
+    splitter.swap(target, layer, {"weight": sharding})
     return layer
 
 
-def _cut_rows(splitter: Splitter, name: str, parameter: nn.Parameter, parts: int) -> None:
+def _shard_rows(splitter: Splitter, name: str, parameter: nn.Parameter, parts: int) -> None:
     dim = max(parameter.dim() - 2, 0)
     splitter.units.append(Unit(f"rows of {generic(name)}", parameter.shape[dim] // parts))
-    _cut(splitter, name, _even(tuple(parameter.shape), dim, splitter.size, parts))
+    _shard(splitter, name, _even(tuple(parameter.shape), dim, splitter.size, parts))
 
 
-def _cut_columns(splitter: Splitter, name: str, parameter: nn.Parameter, parts: int) -> None:
+def _shard_columns(splitter: Splitter, name: str, parameter: nn.Parameter, parts: int) -> None:
     if parameter.dim() == 1:
         return  # A bias of summed outputs.
     dim = parameter.dim() - 1
     splitter.units.append(Unit(f"columns of {generic(name)}", parameter.shape[dim] // parts))
-    _cut(splitter, name, _even(tuple(parameter.shape), dim, splitter.size, parts))
+    _shard(splitter, name, _even(tuple(parameter.shape), dim, splitter.size, parts))
 
 
-def _cut(splitter: Splitter, name: str, cut: Cut) -> None:
+def _shard(splitter: Splitter, name: str, sharding: TensorSharding) -> None:
     module, _, attribute = name.rpartition(".")
-    splitter.cut_parameter(splitter.model.get_submodule(module), attribute, cut)
+    splitter.shard_parameter(splitter.model.get_submodule(module), attribute, sharding)
 
 
-def _even(shape: tuple[int, ...], dim: int, size: int, parts: int) -> Cut:
-    return Cut.even(shape, dim, size, (shape[dim] // parts,) * parts)
+def _even(shape: tuple[int, ...], dim: int, size: int, parts: int) -> TensorSharding:
+    return TensorSharding.even(shape, dim, size, (shape[dim] // parts,) * parts)
 
 
 def _misfit(name: str, target: object, style: str) -> ModelError:

@@ -18,7 +18,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ds_trainer.distributed.process_groups import Mesh
-from ds_trainer.layout import Cut
+from ds_trainer.layout import TensorSharding
 from ds_trainer.loss import CrossEntropy
 from ds_trainer.parallel.model_split import ModelSplit
 from ds_trainer.parallel.tensor.cross_entropy import vocab_parallel_cross_entropy_sum
@@ -30,15 +30,15 @@ class VocabParallelCrossEntropy(CrossEntropy):
 
     Args:
         label_smoothing: As in `CrossEntropy`.
-        cut: How the head's rows are cut over the tensor group.
+        sharding: How the head's rows are cut over the tensor group.
         group: The tensor group.
     """
 
     forward_options = {"vocab_parallel": True}
 
-    def __init__(self, label_smoothing: float, cut: Cut, group: dist.ProcessGroup) -> None:
+    def __init__(self, label_smoothing: float, sharding: TensorSharding, group: dist.ProcessGroup) -> None:
         super().__init__(label_smoothing)
-        self._cut, self._group = cut, group
+        self._sharding, self._group = sharding, group
 
     def logits_of(self, head: nn.Module) -> Any:
         """Context in which the head returns this rank's columns, padding included."""
@@ -49,9 +49,9 @@ class VocabParallelCrossEntropy(CrossEntropy):
 
         Comm: as `vocab_parallel_cross_entropy_sum`.
         """
-        first = self._group.rank() * self._cut.length
+        first = self._group.rank() * self._sharding.length
         return vocab_parallel_cross_entropy_sum(
-            logits_BTV, shifted_labels_BT, first, self._cut.shape[0], self._group, self.label_smoothing
+            logits_BTV, shifted_labels_BT, first, self._sharding.shape[0], self._group, self.label_smoothing
         )
 
 
@@ -80,7 +80,7 @@ def make_cross_entropy(model: Any, split: ModelSplit, mesh: Mesh, label_smoothin
             return type(self).forward(self, *args, **inputs)
 
     model.forward = MethodType(forward, model)  # Bound, so that a deep copy of the model runs its own.
-    return VocabParallelCrossEntropy(label_smoothing, split.cuts[weight], mesh.tp_group)
+    return VocabParallelCrossEntropy(label_smoothing, split.shardings[weight], mesh.tp_group)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from ds_trainer.config.input_sections import ModelConfig
-from ds_trainer.layout import Box, Cut
+from ds_trainer.layout import TensorSharding, TensorSlice
 from ds_trainer.models.hf import build_skeleton
 from ds_trainer.models.resize import fit_embeddings
 from ds_trainer.models.weight_source import ModuleWeights
@@ -22,7 +22,7 @@ from ds_trainer.trainer.trainer import Trainer
 from tests.helpers.checkpoints import make_checkpoint, make_model
 from tests.helpers.runs import D8, ENGINES, collate, run_config
 from tests.helpers.tokenizers import make_tokenizer
-from tests.unit.test_layout import CUTS
+from tests.unit.test_layout import SHARDINGS
 
 NINE_HEADS = {"hidden_size": 36, "num_attention_heads": 9, "num_key_value_heads": 3}
 CHECKPOINTS = {
@@ -111,21 +111,23 @@ def test_boxes_of_grown_embeddings_are_cuts_of_the_whole_tensor(tmp_path):
     for name in ("model.embed_tokens.weight", "lm_head.bias"):
         whole = weights.view(name)
         for first, last in ((0, 100), (100, 270), (260, 280), (270, 290), (285, len(whole))):
-            box = Box.whole(tuple(whole.shape)).along(0, first, last - first)
-            box = box.along(len(box.sizes) - 1, box.offsets[-1] + 1, box.sizes[-1] - 1)
-            assert torch.equal(weights.box(name, box), whole[box.index])
+            wanted = TensorSlice.whole(tuple(whole.shape)).along(0, first, last - first)
+            wanted = wanted.along(len(wanted.sizes) - 1, wanted.offsets[-1] + 1, wanted.sizes[-1] - 1)
+            assert torch.equal(weights.read_slice(name, wanted), whole[wanted.index])
 
 
-@pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
-def test_local_weights_are_the_ranges_of_their_rank_and_zeros(cut):
+@pytest.mark.parametrize("sharding", SHARDINGS.values(), ids=SHARDINGS)
+def test_local_weights_are_the_ranges_of_their_rank_and_zeros(sharding):
     model = torch.nn.Module()
-    model.weight = torch.nn.Parameter(torch.randn(cut.shape))
-    numel = prod(cut.local_shape)
-    for rank, ranges in enumerate(cut.ranges):
-        weights = LocalWeights(ModuleWeights(model), ModelSplit({"weight": cut}, rank))
-        expected = torch.zeros(cut.local_shape)
-        held = torch.cat([model.weight.narrow(cut.dim, start, stop - start) for start, stop in ranges], cut.dim)
-        expected.narrow(cut.dim, 0, held.shape[cut.dim]).copy_(held.detach())
+    model.weight = torch.nn.Parameter(torch.randn(sharding.shape))
+    numel = prod(sharding.local_shape)
+    for rank, ranges in enumerate(sharding.ranges):
+        weights = LocalWeights(ModuleWeights(model), ModelSplit({"weight": sharding}, rank))
+        expected = torch.zeros(sharding.local_shape)
+        held = torch.cat(
+            [model.weight.narrow(sharding.dim, start, stop - start) for start, stop in ranges], sharding.dim
+        )
+        expected.narrow(sharding.dim, 0, held.shape[sharding.dim]).copy_(held.detach())
         assert torch.equal(weights.view("weight"), expected)
         for start, stop in ((0, numel), (1, numel - 1), (numel // 2, numel), (2, 2)):
             assert torch.equal(weights.view("weight", (start, stop)), expected.flatten()[start:stop])
@@ -134,6 +136,6 @@ def test_local_weights_are_the_ranges_of_their_rank_and_zeros(cut):
 def test_a_column_layer_s_local_weight_is_the_source_s_own_memory():
     model = make_model("llama")
     name = "model.layers.0.mlp.up_proj.weight"
-    cut = Cut.even(tuple(model.get_parameter(name).shape), 0, 2)
-    local = LocalWeights(ModuleWeights(model), ModelSplit({name: cut}, 1)).view(name)
+    sharding = TensorSharding.even(tuple(model.get_parameter(name).shape), 0, 2)
+    local = LocalWeights(ModuleWeights(model), ModelSplit({name: sharding}, 1)).view(name)
     assert local.untyped_storage().data_ptr() == model.get_parameter(name).untyped_storage().data_ptr()

@@ -13,7 +13,7 @@ from transformers.core_model_loading import ConversionOps, WeightConverter
 from ds_trainer import log
 from ds_trainer.config.input_sections import ModelConfig
 from ds_trainer.errors import ConfigError, ModelError
-from ds_trainer.layout import Box
+from ds_trainer.layout import TensorSlice
 from ds_trainer.models import conversions
 from ds_trainer.models import weights as weights_module
 from ds_trainer.models.hf import build_skeleton, is_causal_lm, load_tokenizer, prepare_for_training
@@ -99,8 +99,8 @@ def test_boxes_are_cuts_of_the_whole_tensor(tmp_path, kind):
     for name, parameter in model.named_parameters():
         shape = tuple(parameter.shape)
         for dim, size in enumerate(shape):
-            box = Box.whole(shape).along(dim, size // 2, size - size // 2)
-            assert torch.equal(weights.box(name, box), weights.view(name)[box.index])
+            wanted = TensorSlice.whole(shape).along(dim, size // 2, size - size // 2)
+            assert torch.equal(weights.read_slice(name, wanted), weights.view(name)[wanted.index])
 
 
 class Counting:
@@ -133,10 +133,10 @@ def test_of_tensors_that_are_merged_or_split_on_load_a_box_reads_only_what_it_ho
         if len(shape := tuple(parameter.shape)) == 1:
             continue
         for dim in range(len(shape)):
-            box = Box.whole(shape).along(dim, shape[dim] // 2, shape[dim] // 2)
+            wanted = TensorSlice.whole(shape).along(dim, shape[dim] // 2, shape[dim] // 2)
             read.clear()
-            weights.box(name, box)
-            assert sum(read) == box.numel
+            weights.read_slice(name, wanted)
+            assert sum(read) == wanted.numel
     assert not warnings
 
 
@@ -202,7 +202,7 @@ def test_a_conversion_that_writes_into_tensors_is_run_on_whole_ones(tmp_path, wa
     expected = 2 * load_file(Path(folder, "model.safetensors"))[name]
     assert torch.equal(weights.view(name), expected)
     assert not warnings
-    assert torch.equal(weights.box(name, Box((3, 5), (2, 4))), expected[3:5, 5:9])
+    assert torch.equal(weights.read_slice(name, TensorSlice((3, 5), (2, 4))), expected[3:5, 5:9])
     assert torch.equal(weights.view(name, (7, 70)), expected.flatten()[7:70])
     assert ["Doubled" in text for text in warnings] == [True]
 

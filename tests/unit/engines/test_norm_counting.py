@@ -8,43 +8,43 @@ import torch
 from ds_trainer.engines.deepspeed.mpu import counts_in_norm
 from ds_trainer.engines.introspect import tensor_ranks
 from ds_trainer.errors import EngineError
-from ds_trainer.layout import Cut
+from ds_trainer.layout import TensorSharding
 from ds_trainer.parallel.model_split import ModelSplit
 
 # Query heads 0-3 of width 2 and their only KV head, packed in 10 rows: each of 2 ranks has two query heads, both have
 # the KV head.
-PACKED = Cut((10, 3), 0, (((0, 4), (8, 10)), ((4, 8), (8, 10))), 6)
-CUTS = {
-    "rows": Cut.even((8, 3), 0, 2),
-    "columns": Cut.even((3, 8), 1, 2),
-    "gate and up": Cut.even((8, 3), 0, 2, (4, 4)),
-    "an odd vocabulary": Cut.padded((7, 3), 2),
-    "one kv head": Cut.repeated((4, 3), 0, 2, 1),
-    "two kv heads on four ranks": Cut.repeated((4, 3), 0, 4, 2),
+PACKED = TensorSharding((10, 3), 0, (((0, 4), (8, 10)), ((4, 8), (8, 10))), 6)
+SHARDINGS = {
+    "rows": TensorSharding.even((8, 3), 0, 2),
+    "columns": TensorSharding.even((3, 8), 1, 2),
+    "gate and up": TensorSharding.even((8, 3), 0, 2, (4, 4)),
+    "an odd vocabulary": TensorSharding.padded((7, 3), 2),
+    "one kv head": TensorSharding.repeated((4, 3), 0, 2, 1),
+    "two kv heads on four ranks": TensorSharding.repeated((4, 3), 0, 4, 2),
     "packed with the only kv head": PACKED,
-    "packed the other way round": Cut((3, 10), 1, PACKED.ranges, 6),
+    "packed the other way round": TensorSharding((3, 10), 1, PACKED.ranges, 6),
 }
 
 
-def local(cut: Cut, rank: int, full: torch.Tensor) -> torch.Tensor:
-    own = full.new_zeros(cut.local_shape)
+def local(sharding: TensorSharding, rank: int, full: torch.Tensor) -> torch.Tensor:
+    own = full.new_zeros(sharding.local_shape)
     at = 0
-    for start, stop in cut.ranges[rank]:
-        own.narrow(cut.dim, at, stop - start).copy_(full.narrow(cut.dim, start, stop - start))
+    for start, stop in sharding.ranges[rank]:
+        own.narrow(sharding.dim, at, stop - start).copy_(full.narrow(sharding.dim, start, stop - start))
         at += stop - start
     return own
 
 
 @pytest.mark.case("G6", "I1")
-@pytest.mark.parametrize("name", CUTS)
+@pytest.mark.parametrize("name", SHARDINGS)
 @pytest.mark.parametrize("shards", [1, 2, 3])
 def test_each_element_counts_on_one_rank(name, shards):
-    cut = CUTS[name]
-    full = torch.arange(1.0, 1 + torch.Size(cut.shape).numel()).view(cut.shape)
+    sharding = SHARDINGS[name]
+    full = torch.arange(1.0, 1 + torch.Size(sharding.shape).numel()).view(sharding.shape)
     seen = []
-    for rank in range(len(cut.ranges)):
-        split = ModelSplit({"w": cut}, rank)
-        own = local(cut, rank, full)
+    for rank in range(len(sharding.ranges)):
+        split = ModelSplit({"w": sharding}, rank)
+        own = local(sharding, rank, full)
         for shard in range(shards):  # As FSDP2 cuts it by rows.
             rows = -(-own.shape[0] // shards)
             part = own[shard * rows : (shard + 1) * rows]
@@ -53,7 +53,7 @@ def test_each_element_counts_on_one_rank(name, shards):
 
 
 def test_the_tensor_ranks_of_a_model_are_those_over_which_each_planned_parameter_is_really_cut():
-    split = ModelSplit({"a": CUTS["rows"], "b": CUTS["an odd vocabulary"]})
+    split = ModelSplit({"a": SHARDINGS["rows"], "b": SHARDINGS["an odd vocabulary"]})
     a, b, whole = torch.empty(4, 3), torch.empty(4, 3), torch.empty(7, 3)
     assert tensor_ranks(split, {"a": a, "b": b, "norm": torch.empty(3)}.items()) == 2
     assert tensor_ranks(split, {"a": a, "b": whole}.items()) == 1
@@ -65,11 +65,11 @@ def test_what_is_not_cut_counts_on_tensor_rank_0():
     assert [len(list(ModelSplit(rank=rank).counted("norm", gradient))) for rank in range(3)] == [1, 0, 0]
 
 
-@pytest.mark.parametrize("name", [name for name in CUTS if "packed" not in name])
+@pytest.mark.parametrize("name", [name for name in SHARDINGS if "packed" not in name])
 def test_deepspeed_is_told_of_whole_parameters(name):
-    cut = CUTS[name]
-    told = [counts_in_norm("w", ModelSplit({"w": cut}, rank)) for rank in range(len(cut.ranges))]
-    assert told == [bool(cut.first_held(rank)) for rank in range(len(cut.ranges))]
+    sharding = SHARDINGS[name]
+    told = [counts_in_norm("w", ModelSplit({"w": sharding}, rank)) for rank in range(len(sharding.ranges))]
+    assert told == [bool(sharding.first_held(rank)) for rank in range(len(sharding.ranges))]
 
 
 @pytest.mark.parametrize("rank", [0, 1])

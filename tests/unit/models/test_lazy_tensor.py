@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ds_trainer.layout import Box
+from ds_trainer.layout import TensorSlice
 from ds_trainer.models.lazy_tensor import NotRecordedError, Unread
 
 
@@ -16,9 +16,9 @@ class Stored:
         self.unread = [Unread(tuple(t.shape), t.dtype, self._fill(t)) for t in tensors]
 
     def _fill(self, tensor):
-        def fill(out, box):
-            self.read += box.numel
-            out.copy_(tensor[box.index])
+        def fill(out, wanted):
+            self.read += wanted.numel
+            out.copy_(tensor[wanted.index])
 
         return fill
 
@@ -47,29 +47,29 @@ REDONE = {
 }
 
 
-def boxes(shape):
-    yield Box.whole(shape)
-    yield Box(tuple(n // 2 for n in shape), tuple(n - n // 2 for n in shape))
-    yield Box(tuple(n // 3 for n in shape), (1,) * len(shape))
+def slices(shape):
+    yield TensorSlice.whole(shape)
+    yield TensorSlice(tuple(n // 2 for n in shape), tuple(n - n // 2 for n in shape))
+    yield TensorSlice(tuple(n // 3 for n in shape), (1,) * len(shape))
 
 
 @pytest.mark.parametrize(("make", "number"), STRUCTURAL.values(), ids=STRUCTURAL)
 def test_a_rearrangement_reads_of_its_sources_what_the_box_holds_and_no_more(make, number):
     expected = make(matrices(number))
-    for box in boxes(expected.shape):
+    for wanted in slices(expected.shape):
         stored = Stored(*matrices(number))
         made = make(stored.unread)
         assert (made.shape, made.dtype, made.by_parts, stored.read) == (expected.shape, expected.dtype, True, 0)
-        assert torch.equal(made.box(box), expected[box.index])
-        assert stored.read == box.numel
+        assert torch.equal(made.read_slice(wanted), expected[wanted.index])
+        assert stored.read == wanted.numel
 
 
 @pytest.mark.parametrize("make", REDONE.values(), ids=REDONE)
 def test_any_other_operation_is_redone_on_whole_tensors_and_says_so(make):
     expected, made = make(matrices(2)), make(Stored(*matrices(2)).unread)
     assert (made.shape, made.dtype, made.by_parts) == (expected.shape, expected.dtype, False)
-    for box in boxes(expected.shape):
-        assert torch.equal(made.box(box), expected[box.index])
+    for wanted in slices(expected.shape):
+        assert torch.equal(made.read_slice(wanted), expected[wanted.index])
 
 
 def test_formats_are_joined_as_torch_joins_them():
@@ -77,7 +77,7 @@ def test_formats_are_joined_as_torch_joins_them():
     expected = torch.cat([a.bfloat16(), b])
     made = torch.cat(Stored(a.bfloat16(), b).unread)
     assert made.dtype == expected.dtype == torch.float32
-    assert torch.equal(made.box(Box.whole(made.shape)), expected)
+    assert torch.equal(made.read_slice(TensorSlice.whole(made.shape)), expected)
 
 
 def test_what_would_be_lost_is_refused():

@@ -178,15 +178,15 @@ def communication(*ways: dict) -> list[tuple[Counter, Counter]]:
 
 def test_attention_and_mlp_communicate_once_per_pass(world):
     ways = ({}, SEQUENCE, {**SEQUENCE, "keep_gathered_input": True})
-    whole, cut, kept = world(communication, 2, *ways)[0]
+    whole, sharding, kept = world(communication, 2, *ways)[0]
     each = 2 * 2  # attention and MLP of two blocks
     assert whole == ({"all-reduce": each + 1}, {"all-reduce": each + 1})  # embedding; head
     # The hidden states are cut at the first block and gathered behind the last one.
-    assert cut == (
+    assert sharding == (
         {"all-reduce": 1, "all-gather": each + 1, "reduce-scatter": each},
         {"all-reduce": 1, "all-gather": each + each + 1, "reduce-scatter": each},
     )
-    assert kept == (cut[0], {**cut[1], "all-gather": each + 1})
+    assert kept == (sharding[0], {**sharding[1], "all-gather": each + 1})
 
 
 def generated(parallel: dict) -> tuple[list, list]:
@@ -208,7 +208,7 @@ def train(parallel: dict) -> tuple[int, int]:
     """20 steps; how many tensors are on several ranks, and how often two of them differed in a bit."""
     part, split = split_copy(make("llama with biases"), **parallel)
     optimizer = torch.optim.SGD(part.parameters(), lr=0.1, momentum=0.9)
-    shared = [name for name, _ in part.named_parameters() if _has_copies(split.cuts.get(name))]
+    shared = [name for name, _ in part.named_parameters() if _has_copies(split.shardings.get(name))]
     differ = 0
     for step in range(20):
         optimizer.zero_grad()
@@ -216,15 +216,15 @@ def train(parallel: dict) -> tuple[int, int]:
         optimizer.step()
         for name, parameter in part.named_parameters():
             everyones = from_all_ranks(parameter)
-            cut = split.cuts.get(name)
+            sharding = split.shardings.get(name)
             for rank, tensor in enumerate(everyones):
-                first = 0 if cut is None else cut.ranges.index(cut.ranges[rank])
+                first = 0 if sharding is None else sharding.ranges.index(sharding.ranges[rank])
                 differ += not torch.equal(tensor, everyones[first])
     return len(shared), differ
 
 
-def _has_copies(cut: Any) -> bool:
-    return cut is None or len(set(cut.ranges)) < len(cut.ranges)
+def _has_copies(sharding: Any) -> bool:
+    return sharding is None or len(set(sharding.ranges)) < len(sharding.ranges)
 
 
 @pytest.mark.slow
@@ -400,8 +400,8 @@ class NoPlan(nn.Module):
 def test_a_model_without_a_plan_is_refused_and_takes_one_from_the_config():
     with pytest.raises(ModelError, match=r"there is no plan for NoPlan[\s\S]*parallel\.tp_plan"):
         split(NoPlan(), 2)
-    cuts = split(NoPlan(), 2, tp_plan={"up": "colwise", "down": "rowwise"}).cuts
-    assert {name: cut.local_shape for name, cut in cuts.items()} == {
+    shardings = split(NoPlan(), 2, tp_plan={"up": "colwise", "down": "rowwise"}).shardings
+    assert {name: sharding.local_shape for name, sharding in shardings.items()} == {
         "up.weight": (4, 4),
         "up.bias": (4,),
         "down.weight": (4, 4),

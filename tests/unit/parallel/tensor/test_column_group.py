@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from ds_trainer.layout import Cut
+from ds_trainer.layout import TensorSharding
 from ds_trainer.parallel.tensor import collectives
 from ds_trainer.parallel.tensor.collectives import gather_sequence, scatter_sequence
 from ds_trainer.parallel.tensor.column_group import ColumnGroup
@@ -62,9 +62,9 @@ def split(block, group, sequence_parallel=False, keep=False):
     part, columns = type(block)(), []
     for name, layer in block.named_children():
         shape = tuple(layer.weight.shape)
-        cut = Cut.even(shape, int(name == "out"), group.size())
+        sharding = TensorSharding.even(shape, int(name == "out"), group.size())
         kind = RowParallelLinear if name == "out" else ColumnParallelLinear
-        parallel = fill(kind.from_module(layer, cut, group), layer, weight=cut)
+        parallel = fill(kind.from_module(layer, sharding, group), layer, weight=sharding)
         setattr(part, name, parallel)
         if name != "out":
             columns.append(parallel)
@@ -107,8 +107,8 @@ def assert_parts(got, expected, size):
     """The weights' gradients on the ranks are those of the whole block."""
     for rank, grads in enumerate(got):
         for i, (part, whole) in enumerate(zip(grads, expected, strict=True)):
-            cut = Cut.even(tuple(whole.shape), int(i == len(expected) - 1), size)
-            torch.testing.assert_close(part, local_part(whole, cut, rank))
+            sharding = TensorSharding.even(tuple(whole.shape), int(i == len(expected) - 1), size)
+            torch.testing.assert_close(part, local_part(whole, sharding, rank))
 
 
 def block_on_rank(group, kind, x, grad, communication):
@@ -311,7 +311,9 @@ def test_a_layer_that_reads_another_tensor_or_none_leaves_the_group_and_all_stay
                 if whole is None:
                     assert part is None
                 else:
-                    torch.testing.assert_close(part, local_part(whole, Cut.even(tuple(whole.shape), i // 3, 2), rank))
+                    torch.testing.assert_close(
+                        part, local_part(whole, TensorSharding.even(tuple(whole.shape), i // 3, 2), rank)
+                    )
 
 
 def checkpointed_on_rank(group, kind, x, grad, communication):

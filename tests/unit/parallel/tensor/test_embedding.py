@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbedding
 
-from ds_trainer.layout import Cut
+from ds_trainer.layout import TensorSharding
 from ds_trainer.parallel.tensor.embedding import make_vocab_parallel
 from tests.helpers.threads import Communication, fill, local_part, on_threads
 
@@ -23,9 +23,9 @@ def plain(num, padding_idx=None):
 
 def parallel_on_rank(group, make, dense, padding_idx, ids, grad):
     module = make(dense.num_embeddings, padding_idx)
-    cut = Cut.padded(tuple(dense.weight.shape), group.size())
-    make_vocab_parallel(module, cut, group)
-    fill(module, dense, weight=cut)
+    sharding = TensorSharding.padded(tuple(dense.weight.shape), group.size())
+    make_vocab_parallel(module, sharding, group)
+    fill(module, dense, weight=sharding)
     y = module(ids)
     y.backward(grad)
     return y.detach(), module.weight.grad, isinstance(module, type(dense)), module.padding_idx
@@ -40,15 +40,15 @@ def test_an_embedding_is_its_rows_and_all_ranks_get_the_sum(make, num, padding_i
     grad = torch.randn(*IDS.shape, H)
     y = dense(IDS)
     y.backward(grad)
-    cut = Cut.padded((num, H), size)
+    sharding = TensorSharding.padded((num, H), size)
     for rank, (got, of_weight, keeps_class, padding) in enumerate(
         on_threads(parallel_on_rank, size, make, dense, padding_idx, IDS, grad)
     ):
         torch.testing.assert_close(got, y.detach())
-        torch.testing.assert_close(of_weight, local_part(dense.weight.grad, cut, rank))
+        torch.testing.assert_close(of_weight, local_part(dense.weight.grad, sharding, rank))
         assert keeps_class
-        owns = padding_idx is not None and padding_idx // cut.length == rank
-        assert padding == (padding_idx % cut.length if owns else None)
+        owns = padding_idx is not None and padding_idx // sharding.length == rank
+        assert padding == (padding_idx % sharding.length if owns else None)
     assert communication.since_last() == [("all-reduce", y.nbytes)], "forward only"
 
 
