@@ -65,14 +65,10 @@ def level(module: str) -> int:
     return LEVELS[package(module)]
 
 
-def _is_type_checking(node: ast.AST) -> bool:
-    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
-
-
 def statements(node: ast.AST, *, at_import: bool):
-    """Nodes below `node` except what only a type checker reads, and, with `at_import`, except functions' bodies."""
+    """Nodes below `node`, those that only a type checker reads included; with `at_import` without functions' bodies."""
     for child in ast.iter_child_nodes(node):
-        if _is_type_checking(child) or (at_import and isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef)):
+        if at_import and isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
             continue
         yield child
         yield from statements(child, at_import=at_import)

@@ -4,58 +4,56 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ds_trainer.callbacks.view import TrainerView
 from ds_trainer.log import warn_once
 from ds_trainer.metrics import EvalMetrics, StepMetrics
-
-if TYPE_CHECKING:
-    from ds_trainer.trainer.trainer import Trainer
 
 
 class Callback:
     """Base class: every method does nothing. All ranks call every method; `trainer.control` takes what it asks for."""
 
-    def on_init_end(self, trainer: Trainer) -> None:
+    def on_init_end(self, trainer: TrainerView) -> None:
         """After the Trainer has been put together."""
 
-    def on_train_begin(self, trainer: Trainer) -> None:
+    def on_train_begin(self, trainer: TrainerView) -> None:
         """Before the first step; a resumed run has its checkpoint's state by now."""
 
-    def on_step_begin(self, trainer: Trainer) -> None:
+    def on_step_begin(self, trainer: TrainerView) -> None:
         """Before a step's first forward pass."""
 
-    def on_pre_optimizer_step(self, trainer: Trainer) -> None:
+    def on_pre_optimizer_step(self, trainer: TrainerView) -> None:
         """After the last backward pass, before clipping and the update; gradients are whole here."""
 
-    def on_step_end(self, trainer: Trainer) -> None:
+    def on_step_end(self, trainer: TrainerView) -> None:
         """After every optimizer step; `trainer.state` holds its loss and gradient norm."""
 
-    def on_log(self, trainer: Trainer, metrics: StepMetrics) -> None:
+    def on_log(self, trainer: TrainerView, metrics: StepMetrics) -> None:
         """After every `logging.every_steps` steps, with the token-weighted loss of that window."""
 
-    def on_prediction_step(self, trainer: Trainer) -> None:
+    def on_prediction_step(self, trainer: TrainerView) -> None:
         """After each forward pass of an evaluation or a prediction."""
 
-    def on_evaluate(self, trainer: Trainer, metrics: EvalMetrics) -> None:
+    def on_evaluate(self, trainer: TrainerView, metrics: EvalMetrics) -> None:
         """After an evaluation; `trainer.state` still holds the best metric of the evaluations before."""
 
-    def on_predict(self, trainer: Trainer, metrics: dict[str, float]) -> None:
+    def on_predict(self, trainer: TrainerView, metrics: dict[str, float]) -> None:
         """After a prediction."""
 
-    def on_save(self, trainer: Trainer, folder: Path) -> None:
+    def on_save(self, trainer: TrainerView, folder: Path) -> None:
         """After a checkpoint has been saved whole."""
 
-    def on_epoch_begin(self, trainer: Trainer) -> None:
+    def on_epoch_begin(self, trainer: TrainerView) -> None:
         """Before the first step of an epoch."""
 
-    def on_epoch_end(self, trainer: Trainer) -> None:
+    def on_epoch_end(self, trainer: TrainerView) -> None:
         """After the last step of an epoch."""
 
-    def on_interrupt(self, trainer: Trainer) -> None:
+    def on_interrupt(self, trainer: TrainerView) -> None:
         """After a signal has ended the training and its checkpoint is saved."""
 
-    def on_train_end(self, trainer: Trainer) -> None:
+    def on_train_end(self, trainer: TrainerView) -> None:
         """After the last step; not where a signal or an error ended the training."""
 
     def close(self) -> None:

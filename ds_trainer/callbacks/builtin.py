@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ds_trainer.callbacks.base import Callback
 from ds_trainer.callbacks.progress import Progress
+from ds_trainer.callbacks.view import TrainerView
 from ds_trainer.log import get_logger, warn_once
 from ds_trainer.metrics import EvalMetrics, MetricsWriter, StepMetrics
-
-if TYPE_CHECKING:
-    from ds_trainer.trainer.trainer import Trainer
 
 
 class MetricsCallback(Callback):
@@ -26,24 +23,24 @@ class MetricsCallback(Callback):
         self._writer: MetricsWriter | None = None
         self._lacks_lines = False
 
-    def on_train_begin(self, trainer: Trainer) -> None:
+    def on_train_begin(self, trainer: TrainerView) -> None:
         """Opens the file; a resumed run's begins with the lines up to its checkpoint."""
         self._writer = MetricsWriter(self._path, trainer.state.log_history)
 
-    def on_log(self, trainer: Trainer, metrics: StepMetrics) -> None:
+    def on_log(self, trainer: TrainerView, metrics: StepMetrics) -> None:
         """Writes a training line."""
         self._write(trainer, metrics)
 
-    def on_evaluate(self, trainer: Trainer, metrics: EvalMetrics) -> None:
+    def on_evaluate(self, trainer: TrainerView, metrics: EvalMetrics) -> None:
         """Writes an evaluation line, if it belongs to a training run."""
         self._write(trainer, metrics)
 
-    def on_train_end(self, trainer: Trainer) -> None:
+    def on_train_end(self, trainer: TrainerView) -> None:
         """Writes what a full disk did not take."""
         if self._lacks_lines:
             self._write(trainer, None)
 
-    def _write(self, trainer: Trainer, metrics: StepMetrics | EvalMetrics | None) -> None:
+    def _write(self, trainer: TrainerView, metrics: StepMetrics | EvalMetrics | None) -> None:
         """Writes a line, or, after one that failed, all of them: the run itself does not end for its metrics."""
         if self._writer is None:
             return
@@ -76,28 +73,28 @@ class ProgressCallback(Callback):
         self._show_bar = show_bar
         self._progress: Progress | None = None
 
-    def on_train_begin(self, trainer: Trainer) -> None:
+    def on_train_begin(self, trainer: TrainerView) -> None:
         """Starts the bar, at the checkpoint's step where the run is resumed."""
         state = trainer.state
         self._progress = Progress(state.max_steps, bar=self._show_bar, first_step=state.global_step)
         self._progress.__enter__()
 
-    def on_step_end(self, trainer: Trainer) -> None:
+    def on_step_end(self, trainer: TrainerView) -> None:
         """Moves the bar, if the step belongs to a training run."""
         if self._progress is not None:
             self._progress.step()
 
-    def on_log(self, trainer: Trainer, metrics: StepMetrics) -> None:
+    def on_log(self, trainer: TrainerView, metrics: StepMetrics) -> None:
         """Shows the window's numbers."""
         if self._progress is not None:
             self._progress.show(metrics)
 
-    def on_evaluate(self, trainer: Trainer, metrics: EvalMetrics) -> None:
+    def on_evaluate(self, trainer: TrainerView, metrics: EvalMetrics) -> None:
         """Prints the loss of an evaluation."""
         extra = "".join(f"  {name} {value:.4g}" for name, value in metrics.extra.items())
         get_logger().info("step %d: eval loss %.4f%s", metrics.step, metrics.eval_loss, extra)
 
-    def on_save(self, trainer: Trainer, folder: Path) -> None:
+    def on_save(self, trainer: TrainerView, folder: Path) -> None:
         """Prints where a checkpoint is."""
         get_logger().info("step %d: checkpoint %s", trainer.state.global_step, folder)
 
@@ -122,11 +119,11 @@ class PlotCallback(Callback):
         self._metrics_path = metrics_path
         self._folder = folder
 
-    def on_train_end(self, trainer: Trainer) -> None:
+    def on_train_end(self, trainer: TrainerView) -> None:
         """Draws."""
         self._draw()
 
-    def on_interrupt(self, trainer: Trainer) -> None:
+    def on_interrupt(self, trainer: TrainerView) -> None:
         """Draws."""
         self._draw()
 

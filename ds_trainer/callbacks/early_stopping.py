@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ds_trainer.callbacks.base import Callback
 from ds_trainer.callbacks.best_metric import is_better, metric_value
+from ds_trainer.callbacks.view import TrainerView
 from ds_trainer.config.training_sections import EvaluationConfig
 from ds_trainer.log import get_logger
 from ds_trainer.metrics import EvalMetrics
-
-if TYPE_CHECKING:
-    from ds_trainer.trainer.trainer import Trainer
 
 
 class EarlyStoppingCallback(Callback):
@@ -33,11 +31,11 @@ class EarlyStoppingCallback(Callback):
         self._best: float | None = None
         self._without_gain = 0
 
-    def on_train_begin(self, trainer: Trainer) -> None:
+    def on_train_begin(self, trainer: TrainerView) -> None:
         """Asks for the end at once where the run that is resumed had been stopped."""
         trainer.control.should_training_stop |= self._without_gain >= self._patience
 
-    def on_evaluate(self, trainer: Trainer, metrics: EvalMetrics) -> None:
+    def on_evaluate(self, trainer: TrainerView, metrics: EvalMetrics) -> None:
         """Counts, and asks for the end of the training where patience has run out.
 
         Raises:

@@ -22,13 +22,13 @@ from typing import TYPE_CHECKING, Any
 from ds_trainer.callbacks.base import Callback
 from ds_trainer.callbacks.hf_arguments import Arguments
 from ds_trainer.callbacks.hf_logs import hf_logs
+from ds_trainer.callbacks.view import TrainerView
 from ds_trainer.errors import ConfigError
 from ds_trainer.metrics import EvalMetrics, StepMetrics
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback
 
-    from ds_trainer.trainer.trainer import Trainer
 
 _FLAGS = ("should_training_stop", "should_save", "should_evaluate", "should_log")
 _SAME = ("global_step", "epoch", "best_metric", "best_global_step", "best_model_checkpoint")
@@ -86,7 +86,7 @@ class HFCallbacks(Callback):
         self._callbacks = list(callbacks)
         self._state, self._control = TrainerState(), TrainerControl()
 
-    def on_init_end(self, trainer: Trainer) -> None:
+    def on_init_end(self, trainer: TrainerView) -> None:
         """Calls their `on_init_end`."""
         config, grid, loader = trainer.config, trainer.run.mesh.grid, trainer.run.train_loader
         max_steps = trainer.state.max_steps
@@ -100,57 +100,57 @@ class HFCallbacks(Callback):
         state.is_local_process_zero, state.is_world_process_zero = grid.local_rank == 0, grid.rank == 0
         self._call(trainer, "on_init_end")
 
-    def on_train_begin(self, trainer: Trainer) -> None:
+    def on_train_begin(self, trainer: TrainerView) -> None:
         """Calls their `on_train_begin`."""
         self._call(trainer, "on_train_begin")
 
-    def on_epoch_begin(self, trainer: Trainer) -> None:
+    def on_epoch_begin(self, trainer: TrainerView) -> None:
         """Calls their `on_epoch_begin`."""
         self._call(trainer, "on_epoch_begin")
 
-    def on_step_begin(self, trainer: Trainer) -> None:
+    def on_step_begin(self, trainer: TrainerView) -> None:
         """Calls their `on_step_begin`."""
         self._call(trainer, "on_step_begin")
 
-    def on_pre_optimizer_step(self, trainer: Trainer) -> None:
+    def on_pre_optimizer_step(self, trainer: TrainerView) -> None:
         """Calls their `on_pre_optimizer_step`."""
         self._call(trainer, "on_pre_optimizer_step")
 
-    def on_step_end(self, trainer: Trainer) -> None:
+    def on_step_end(self, trainer: TrainerView) -> None:
         """Calls their `on_step_end`."""
         self._call(trainer, "on_step_end")
 
-    def on_log(self, trainer: Trainer, metrics: StepMetrics) -> None:
+    def on_log(self, trainer: TrainerView, metrics: StepMetrics) -> None:
         """Calls their `on_log`."""
         self._call(trainer, "on_log", logs=hf_logs(metrics))
 
-    def on_prediction_step(self, trainer: Trainer) -> None:
+    def on_prediction_step(self, trainer: TrainerView) -> None:
         """Calls their `on_prediction_step`."""
         self._call(trainer, "on_prediction_step")
 
-    def on_evaluate(self, trainer: Trainer, metrics: EvalMetrics) -> None:
+    def on_evaluate(self, trainer: TrainerView, metrics: EvalMetrics) -> None:
         """Calls their `on_log` and then `on_evaluate`."""
         logs = hf_logs(metrics) | {"epoch": trainer.state.epoch}
         self._call(trainer, "on_log", logs=logs)
         self._call(trainer, "on_evaluate", metrics=logs)
 
-    def on_predict(self, trainer: Trainer, metrics: dict[str, float]) -> None:
+    def on_predict(self, trainer: TrainerView, metrics: dict[str, float]) -> None:
         """Calls their `on_predict`."""
         self._call(trainer, "on_predict", metrics=metrics)
 
-    def on_save(self, trainer: Trainer, folder: Path) -> None:
+    def on_save(self, trainer: TrainerView, folder: Path) -> None:
         """Calls their `on_save`."""
         self._call(trainer, "on_save")
 
-    def on_epoch_end(self, trainer: Trainer) -> None:
+    def on_epoch_end(self, trainer: TrainerView) -> None:
         """Calls their `on_epoch_end`."""
         self._call(trainer, "on_epoch_end")
 
-    def on_train_end(self, trainer: Trainer) -> None:
+    def on_train_end(self, trainer: TrainerView) -> None:
         """Calls their `on_train_end`."""
         self._call(trainer, "on_train_end")
 
-    def _call(self, trainer: Trainer, event: str, **given: Any) -> None:
+    def _call(self, trainer: TrainerView, event: str, **given: Any) -> None:
         """Calls one method of every callback.
 
         Args:
@@ -184,7 +184,7 @@ class HFCallbacks(Callback):
         for flag in _FLAGS:
             setattr(trainer.control, flag, getattr(self._control, flag))
 
-    def _update_state(self, trainer: Trainer) -> None:
+    def _update_state(self, trainer: TrainerView) -> None:
         ours, theirs = trainer.state, self._state
         for name in _SAME:
             setattr(theirs, name, getattr(ours, name))

@@ -10,10 +10,11 @@ from concurrent.futures import Future
 from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ds_trainer.callbacks.base import Callback
 from ds_trainer.callbacks.hf_logs import by_phase, hf_logs
+from ds_trainer.callbacks.view import TrainerView
 from ds_trainer.config.keys import leaf_values
 from ds_trainer.config.schema import RunConfig
 from ds_trainer.config.training_sections import LoggingConfig
@@ -22,9 +23,6 @@ from ds_trainer.errors import ConfigError, MachineError
 from ds_trainer.health.expected_wait import expected_wait
 from ds_trainer.log import get_logger, warn_once
 from ds_trainer.metrics import EvalMetrics, StepMetrics
-
-if TYPE_CHECKING:
-    from ds_trainer.trainer.trainer import Trainer
 
 START_S = 60.0
 """How long the start of a run waits for a tracker: on a login, a server, a slow import."""
@@ -59,7 +57,7 @@ class TrackerCallback(Callback):
         self._feeds: list[_Feed] = []
         self._runs: dict[str, str] = {}
 
-    def on_train_begin(self, trainer: Trainer) -> None:
+    def on_train_begin(self, trainer: TrainerView) -> None:
         """Starts the trackers.
 
         Comm: one consensus over all ranks.
@@ -79,11 +77,11 @@ class TrackerCallback(Callback):
             self._feeds.append(feed)
             get_logger().info("%s: run %s", name, self._runs[name])
 
-    def on_log(self, trainer: Trainer, metrics: StepMetrics) -> None:
+    def on_log(self, trainer: TrainerView, metrics: StepMetrics) -> None:
         """Sends a training line."""
         self._send(metrics)
 
-    def on_evaluate(self, trainer: Trainer, metrics: EvalMetrics) -> None:
+    def on_evaluate(self, trainer: TrainerView, metrics: EvalMetrics) -> None:
         """Sends an evaluation."""
         self._send(metrics)
 

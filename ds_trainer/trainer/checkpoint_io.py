@@ -22,7 +22,7 @@ from ds_trainer.errors import CheckpointError
 from ds_trainer.log import rank
 from ds_trainer.models.buffers import persistent_buffers
 from ds_trainer.trainer.resume_checks import describe_layout
-from ds_trainer.trainer.setup import Run
+from ds_trainer.trainer.run import Run
 
 _BUFFER, _ENGINE = "buffer.", "engine."
 

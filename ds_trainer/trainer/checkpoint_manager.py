@@ -6,12 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ds_trainer.callbacks.best_metric import is_better, metric_value
+from ds_trainer.callbacks.trainer_state import TrainerState
 from ds_trainer.checkpoint.folder import folder_of, rotate
 from ds_trainer.config.schema import RunConfig
 from ds_trainer.errors import MachineError
 from ds_trainer.log import get_logger, rank
 from ds_trainer.metrics import EvalMetrics
-from ds_trainer.trainer.state import TrainerState
 
 
 class CheckpointKeeper:

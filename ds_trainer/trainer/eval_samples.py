@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from textwrap import indent
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ds_trainer.config.training_sections import EvaluationConfig
 from ds_trainer.data.loader import BatchLoader
@@ -15,9 +15,7 @@ from ds_trainer.data.prompts import Prompt, first_prompts
 from ds_trainer.errors import ConfigError
 from ds_trainer.log import get_logger, warn_once
 from ds_trainer.trainer.generation import Decoding, generate, require_generative, require_room
-
-if TYPE_CHECKING:
-    from ds_trainer.trainer.setup import Run
+from ds_trainer.trainer.run import Run
 
 SHOWN_CHARS = 300
 

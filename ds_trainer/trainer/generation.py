@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -18,9 +18,7 @@ from ds_trainer.distributed.process_groups import Mesh
 from ds_trainer.errors import ConfigError, DataError
 from ds_trainer.launch.signals import StopRequested
 from ds_trainer.trainer.evaluation import eval_mode
-
-if TYPE_CHECKING:
-    from ds_trainer.trainer.setup import Run
+from ds_trainer.trainer.run import Run
 
 Messages = Sequence[dict[str, str]]
 

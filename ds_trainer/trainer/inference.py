@@ -9,6 +9,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
+from ds_trainer.callbacks.trainer_state import TrainerState
 from ds_trainer.checkpoint.export import export_model
 from ds_trainer.checkpoint.store import open_checkpoint
 from ds_trainer.config.schema import RunConfig
@@ -25,8 +26,7 @@ from ds_trainer.trainer.checkpoint_io import best_parameters
 from ds_trainer.trainer.eval_samples import continued, keep, show
 from ds_trainer.trainer.evaluation import EvaluationResult, prediction_metrics, run_evaluation
 from ds_trainer.trainer.generation import Decoding, Messages, generate_texts
-from ds_trainer.trainer.setup import Run
-from ds_trainer.trainer.state import TrainerState
+from ds_trainer.trainer.run import Run
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ds_trainer.callbacks.trainer_state import TrainerState
 from ds_trainer.checkpoint.folder import checkpoints
 from ds_trainer.checkpoint.store import LAYOUT, RUN, Checkpoint, open_checkpoint, open_newest
 from ds_trainer.config.backend import backend
@@ -18,7 +19,6 @@ from ds_trainer.engines.state_handles import MASTER
 from ds_trainer.errors import CheckpointError
 from ds_trainer.layout import ParameterSlice
 from ds_trainer.log import get_logger
-from ds_trainer.trainer.state import TrainerState
 
 _SEQUENCES = "sequence parallelism"
 _ANY = ("$schema", "run.output_dir", "checkpoint", "logging", "data.cache_dir", "data.preview_samples", "run.device")

@@ -12,7 +12,7 @@ import os
 import random
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from ds_trainer.callbacks.best_metric import require_evaluations
 from ds_trainer.callbacks.trackers import check_trackers
 from ds_trainer.checkpoint.shard_reader import StoredWeights
-from ds_trainer.checkpoint.store import STATE, Checkpoint
+from ds_trainer.checkpoint.store import STATE
 from ds_trainer.config.accelerate.launcher_conflicts import check_launched
 from ds_trainer.config.provenance import Asked
 from ds_trainer.config.rank_rules import check_ranks
@@ -34,15 +34,13 @@ from ds_trainer.config.resolved import Machine, ResolvedConfig
 from ds_trainer.config.schema import RunConfig
 from ds_trainer.config.stage_assignment import check_stages, deal_out, num_stages, virtual_stages
 from ds_trainer.data.consistency import check_same_dataset
-from ds_trainer.data.loader import BatchLoader
 from ds_trainer.data.loader_factory import LoaderFactory
 from ds_trainer.data.prepare import read_chat_template
-from ds_trainer.data.prompts import Prompt
 from ds_trainer.distributed.consensus import agree, consensus
 from ds_trainer.distributed.device import probe_machine
 from ds_trainer.distributed.process_groups import Mesh, init_mesh
 from ds_trainer.distributed.store_barrier import barrier_after
-from ds_trainer.engines.base import Engine, EngineFacts, make_engine
+from ds_trainer.engines.base import Engine, make_engine
 from ds_trainer.engines.dtypes import TORCH_DTYPES
 from ds_trainer.errors import ConfigError, ConfigErrors, ModelError
 from ds_trainer.executors.accumulate import AccumulateExecutor
@@ -79,34 +77,8 @@ from ds_trainer.run_folder import claimed
 from ds_trainer.trainer.eval_samples import prompts_to_continue
 from ds_trainer.trainer.inputs import Ingredients
 from ds_trainer.trainer.resume_checks import check_layout, check_model, check_run, check_world, find_checkpoint
+from ds_trainer.trainer.run import Run
 from ds_trainer.trainer.verify_setup import check_asked_is_got
-
-
-@dataclass(frozen=True)
-class Run:
-    """A run that is ready to take its first step."""
-
-    resolved: ResolvedConfig
-    mesh: Mesh
-    model: Any
-    tokenizer: Any
-    loaders: LoaderFactory
-    engine: Engine
-    loss: LossFunction
-    executor: Executor
-    train_loader: BatchLoader | None
-    eval_loader: BatchLoader | None
-    eval_prompts: list[Prompt]
-    """Beginnings of evaluation samples, which the model continues in each evaluation."""
-    facts: EngineFacts
-    export_dtype: torch.dtype
-    """Format of the exported weights: the config's, or that of the checkpoint or instance the run began with."""
-    data_probes: tuple[str | None, ...] | None
-    """Digests of the first, middle and last training sample; None where they cannot be compared."""
-    num_trained: int
-    """Elements of the parameters that are trained."""
-    checkpoint: Checkpoint | None
-    """What the run goes on from; its weights are in the engine already."""
 
 
 def assemble(config: RunConfig, origins: dict[str, str], given: Ingredients) -> Run:
@@ -187,22 +159,22 @@ def _assemble_on(mesh: Mesh, machine: Machine, config: RunConfig, origins: dict[
             check_layout(checkpoint, resolved, engine.parameter_layout(), grid.rank)
     _stop_if_asked(mesh)
     return Run(
-        resolved,
-        mesh,
-        model,
-        tokenizer,
-        loaders,
-        engine,
-        loss,
-        _executor(engine, loss, mesh, staged, resolved),
-        train_loader,
-        eval_loader,
-        eval_prompts,
-        facts,
-        export_dtype,
-        probes,
-        sum(map(prod, trained.values())),
-        checkpoint if whole else None,
+        resolved=resolved,
+        mesh=mesh,
+        model=model,
+        tokenizer=tokenizer,
+        loaders=loaders,
+        engine=engine,
+        loss=loss,
+        executor=_executor(engine, loss, mesh, staged, resolved),
+        train_loader=train_loader,
+        eval_loader=eval_loader,
+        eval_prompts=eval_prompts,
+        facts=facts,
+        export_dtype=export_dtype,
+        data_probes=probes,
+        num_trained=sum(map(prod, trained.values())),
+        checkpoint=checkpoint if whole else None,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import nn
 
+from ds_trainer.callbacks.base import restore_states, states_of
 from ds_trainer.callbacks.hf import adapted
 from ds_trainer.callbacks.make import built_in_callbacks
+from ds_trainer.callbacks.trainer_state import TrainerControl, TrainerState
 from ds_trainer.checkpoint.disk_space import require_room
 from ds_trainer.checkpoint.folder import remove_leftovers
 from ds_trainer.checkpoint.rng import set_rng_state
@@ -37,8 +39,6 @@ from ds_trainer.trainer.inputs import ConfigSource, Ingredients, loaded_config
 from ds_trainer.trainer.non_finite import NonFinitePolicy
 from ds_trainer.trainer.resume_checks import check_length
 from ds_trainer.trainer.setup import assemble
-from ds_trainer.trainer.state import TrainerControl, TrainerState
-from ds_trainer.trainer.trainer_state_io import put_back, take_snapshot
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -369,17 +369,49 @@ class Trainer(ModelCalls):
         return self._keeper.save()
 
     def _save(self) -> Path:
-        folder = save_checkpoint(
-            self.run, Path(self.config.run.output_dir), self.state.global_step, take_snapshot(self)
-        )
+        folder = save_checkpoint(self.run, Path(self.config.run.output_dir), self.state.global_step, self.state_dict())
         self._call("on_save", folder)
         return folder
 
+    def state_dict(self) -> dict[str, Any]:
+        """The trainer's part of a checkpoint, as JSON: progress, data position, states of loop and callbacks."""
+        loader, scheduler = self.run.train_loader, self.lr_scheduler
+        assert loader is not None
+        # The state of an optimizer of the user's beside its parameters; the config says it for the others.
+        groups = self.engine.param_groups() if self.optimizer_is_given else []
+        return {
+            **self.state.state_dict(),
+            "planned_steps": self.planned_steps(),
+            "data": {**loader.sampler.state_dict(), "probes": self.run.data_probes},
+            "window": self.window.state_dict(),
+            "skipped_in_a_row": self.non_finite.in_a_row,
+            "scheduler": scheduler.state_dict() if scheduler is not None else None,
+            "optimizer_groups": [{k: v for k, v in group.items() if k != "params"} for group in groups],
+            "callbacks": states_of(self.callbacks),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Sets what `state_dict` returned."""
+        loader = self.run.train_loader
+        assert loader is not None
+        self.state.load_state_dict(state)
+        loader.sampler.load_state_dict(state["data"], self.state.global_step)
+        self.state.max_steps = self.planned_steps()
+        if state["max_steps"] < state["planned_steps"] == self.state.max_steps:
+            self.state.max_steps = state["max_steps"]  # A callback had ended the run.
+        self.window.load_state_dict(state["window"])
+        self.non_finite.in_a_row = state["skipped_in_a_row"]
+        if self.lr_scheduler is not None:
+            self.lr_scheduler.load_state_dict(state["scheduler"])
+        for group, saved in zip(self.engine.param_groups(), state["optimizer_groups"], strict=False):
+            group.update(saved)
+        restore_states(self.callbacks, state["callbacks"])
+
     def _resume(self, checkpoint: Checkpoint) -> None:
         """Goes on from a checkpoint, whose weights are in the engine already."""
-        snapshot = checkpoint.json(STATE)
-        self._random = load_checkpoint(self.run, checkpoint, snapshot)
-        put_back(self, snapshot)
+        saved = checkpoint.json(STATE)
+        self._random = load_checkpoint(self.run, checkpoint, saved)
+        self.load_state_dict(saved)
         check_length(checkpoint, self.state)
         self._keeper.saved_step = self.state.global_step
         if self._is_done():
@@ -399,7 +431,7 @@ class Trainer(ModelCalls):
         if self.is_world_process_zero:
             require_room(self.config, self.run.num_trained, self._keeper.saves_left())
             output_dir = Path(self.config.run.output_dir)
-            trial_save(output_dir, self.run.model, self.run.tokenizer, self.run.export_dtype, take_snapshot(self))
+            trial_save(output_dir, self.run.model, self.run.tokenizer, self.run.export_dtype, self.state_dict())
 
     def close(self) -> None:
         """Releases the engine's files and hooks, and ends the data workers."""

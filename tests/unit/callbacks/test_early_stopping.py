@@ -10,10 +10,10 @@ from transformers import TrainerState as HFState
 
 from ds_trainer.callbacks.best_metric import is_better, metric_value
 from ds_trainer.callbacks.early_stopping import EarlyStoppingCallback
+from ds_trainer.callbacks.trainer_state import TrainerControl
 from ds_trainer.config.training_sections import EvaluationConfig
 from ds_trainer.errors import ConfigError
 from ds_trainer.metrics import EvalMetrics
-from ds_trainer.trainer.state import TrainerControl
 
 
 def evaluation(value: float, step: int = 0) -> EvalMetrics:

@@ -4,11 +4,11 @@ from collections import namedtuple
 
 import pytest
 
+from ds_trainer.callbacks.trainer_state import TrainerState
 from ds_trainer.checkpoint import disk_space
 from ds_trainer.config.schema import RunConfig
 from ds_trainer.errors import MachineError
 from ds_trainer.trainer.checkpoint_manager import CheckpointKeeper
-from ds_trainer.trainer.state import TrainerState
 
 Usage = namedtuple("Usage", "free")
 PARAMETERS = 10**9

@@ -1,0 +1,60 @@
+"""A run that has been set up: its parts, as the trainer and its calls use them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ds_trainer.checkpoint.store import Checkpoint
+from ds_trainer.config.resolved import ResolvedConfig
+from ds_trainer.data.loader import BatchLoader
+from ds_trainer.data.loader_factory import LoaderFactory
+from ds_trainer.data.prompts import Prompt
+from ds_trainer.distributed.process_groups import Mesh
+from ds_trainer.engines.base import Engine, EngineFacts
+from ds_trainer.executors.base import Executor
+from ds_trainer.loss import LossFunction
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """The parts of a run that is ready to take its first step.
+
+    Args:
+        resolved: The config without open values.
+        mesh: Process groups and device.
+        model: This rank's part of the model.
+        tokenizer: None: the run has none.
+        loaders: Makes loaders of further data sets.
+        engine: Holds the model and the optimizer.
+        loss: Sums the losses of a micro-batch.
+        executor: Runs the micro-batches of a step.
+        train_loader: Training data; None: the run has none.
+        eval_loader: Evaluation data; None: the run has none.
+        eval_prompts: Beginnings of evaluation samples, which the model continues in each evaluation.
+        facts: What the engine was measured to be.
+        export_dtype: Dtype of the exported weights: the config's, or that of the checkpoint or instance the run began
+            with.
+        data_probes: Digests of the first, middle and last training sample; None where they cannot be compared.
+        num_trained: Elements of the trained parameters of the full model.
+        checkpoint: What the run goes on from; its weights are in the engine already.
+    """
+
+    resolved: ResolvedConfig
+    mesh: Mesh
+    model: Any
+    tokenizer: Any
+    loaders: LoaderFactory
+    engine: Engine
+    loss: LossFunction
+    executor: Executor
+    train_loader: BatchLoader | None
+    eval_loader: BatchLoader | None
+    eval_prompts: list[Prompt]
+    facts: EngineFacts
+    export_dtype: torch.dtype
+    data_probes: tuple[str | None, ...] | None
+    num_trained: int
+    checkpoint: Checkpoint | None
