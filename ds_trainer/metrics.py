@@ -16,6 +16,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from ds_trainer.files import replace_text
+
 
 @dataclass(frozen=True)
 class StepMetrics:
@@ -172,9 +174,7 @@ class MetricsWriter:
 
     def __init__(self, path: Path, history: Iterable[StepMetrics | EvalMetrics] = ()) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        aside = path.with_name(f".{path.name}.partial")
-        aside.write_text("".join(map(_as_text, history)), encoding="utf-8")
-        aside.replace(path)  # Killed in between, the run before still has its lines.
+        replace_text(path, "".join(map(_as_text, history)))
         # Unbuffered: what a full disk did not take must not wait for a later line, or for the end.
         self._file = path.open("ab", buffering=0)
 

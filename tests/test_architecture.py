@@ -15,10 +15,12 @@ HEAVY = {"accelerate", "datasets", "deepspeed", "torch", "transformers"}
 # One line for each package and root module. A module imports its own level and the levels below.
 LEVELS = {
     "errors": 0,
+    "files": 0,
     "layout": 0,
     "log": 0,
     "metrics": 0,
     "plots": 0,
+    "processes": 0,
     "run_folder": 0,
     "health": 1,
     "launch": 1,
@@ -40,7 +42,20 @@ LEVELS = {
     "trainer": 8,
 }
 # No module of these loads torch or transformers.
-PURE = {"config", "errors", "interop", "launch", "layout", "log", "metrics", "planning", "plots", "run_folder"}
+PURE = {
+    "config",
+    "errors",
+    "files",
+    "interop",
+    "launch",
+    "layout",
+    "log",
+    "metrics",
+    "planning",
+    "plots",
+    "processes",
+    "run_folder",
+}
 # Not of a level: the package's own names, resolved lazily, and `python -m ds_trainer`.
 OUTSIDE = {"", "__main__"}
 

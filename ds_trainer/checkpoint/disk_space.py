@@ -1,17 +1,17 @@
-"""Whether the checkpoints that a run will write fit on the disk, told before the first step."""
+"""Whether the checkpoints that a run will write fit on the disk, checked before the first step."""
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 from ds_trainer.config.schema import RunConfig
 from ds_trainer.errors import MachineError
+from ds_trainer.host.free_space import space_fault
 from ds_trainer.log import get_logger
 from ds_trainer.planning.memory import moment_bytes
 
 
-def require_room(config: RunConfig, num_trained: int, saves: int) -> None:
+def require_checkpoint_space(config: RunConfig, num_trained: int, saves: int) -> None:
     """Refuses a run whose first checkpoint would not fit, and warns of one whose later ones would not.
 
     Args:
@@ -28,14 +28,12 @@ def require_room(config: RunConfig, num_trained: int, saves: int) -> None:
     one = num_trained * (4 + moment_bytes(optimizer.name, optimizer.momentum > 0))
     # A new one is whole before an old one goes.
     at_once = min(saves, config.checkpoint.keep_last + 1)
-    free = shutil.disk_usage(output_dir).free
-    found = f"a checkpoint takes {one / 1e9:.1f} GB, {free / 1e9:.1f} GB are free in {output_dir}"
-    if free < one:
+    if fault := space_fault(output_dir, one):
         raise MachineError(
-            found,
-            "there must be room before the run starts, not only when it writes",
+            f"a checkpoint {fault}",
+            "there must be free space before the run starts, not only when it writes",
             "set run.output_dir to a larger drive, or checkpoint.every_steps to 0",
         )
-    if free < one * at_once:
-        text = "warning: %s, and up to %d are there at once: lower checkpoint.keep_last or free space"
-        get_logger().warning(text, found, at_once)
+    if fault := space_fault(output_dir, one * at_once):
+        text = "warning: up to %d checkpoints are there at once: %s; lower checkpoint.keep_last or free space"
+        get_logger().warning(text, at_once, fault)

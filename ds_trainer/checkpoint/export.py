@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from copy import deepcopy
@@ -18,6 +17,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.dynamic_module_utils import custom_object_save
 
 from ds_trainer.errors import MachineError, ModelError
+from ds_trainer.files import partial_path, sync
+from ds_trainer.host.free_space import space_fault
 from ds_trainer.models.buffers import persistent_buffers
 from ds_trainer.models.conversions import Recipe, export_recipes, tied_groups
 from ds_trainer.models.hf import set_use_cache
@@ -76,7 +77,7 @@ def _write(
     dtype: torch.dtype,
     shard_bytes: int,
 ) -> None:
-    aside = folder.with_name(f".{folder.name}.partial")
+    aside = partial_path(folder)
     try:
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
@@ -88,7 +89,8 @@ def _write(
         writer.finish()
         write_model_files(model, tokenizer, aside, dtype)
         _check(aside, twin)
-        _sync(aside)
+        for path in [*aside.iterdir(), aside]:
+            sync(path)
         _publish(aside, folder)
     except (OSError, SafetensorError) as error:
         raise MachineError(
@@ -215,10 +217,8 @@ def write_model_files(
 
 
 def _require_space(folder: Path, twin: PreTrainedModel) -> None:
-    needed = sum(p.nbytes for p in twin.parameters())
-    free = shutil.disk_usage(folder).free
-    if free < needed:
-        raise OSError(f"{needed / 1e6:,.1f} MB are needed, {free / 1e6:,.1f} MB are free")
+    if fault := space_fault(folder, sum(p.nbytes for p in twin.parameters())):
+        raise OSError(f"it {fault}")
 
 
 def _check(folder: Path, twin: PreTrainedModel) -> None:
@@ -234,15 +234,6 @@ def _check(folder: Path, twin: PreTrainedModel) -> None:
             "an export is published only when its class loads it whole; what was there before is untouched",
             "report this with the model's config.json: its parameters or transformers' conversions do not add up",
         )
-
-
-def _sync(folder: Path) -> None:
-    for path in [*folder.iterdir(), folder]:
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
 
 
 def _publish(aside: Path, folder: Path) -> None:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
+
+from ds_trainer.files import size_fault, sync
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -24,11 +25,6 @@ _NAME = re.compile(r"checkpoint-(\d+)")
 def folder_of(output_dir: Path, step: int) -> Path:
     """Where the checkpoint of a step is."""
     return output_dir / f"checkpoint-{step}"
-
-
-def aside_of(folder: Path) -> Path:
-    """Where a checkpoint is until it is whole."""
-    return folder.with_name(f".{folder.name}.partial")
 
 
 def step_of(folder: Path) -> int:
@@ -44,15 +40,6 @@ def checkpoints(output_dir: Path) -> list[Path]:
         return []
     found = [path for path in output_dir.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()]
     return sorted(found, key=step_of, reverse=True)
-
-
-def sync_file(path: Path) -> None:
-    """Waits until a file, or the names in a folder, are on the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def fingerprint(path: Path) -> dict[str, int | str]:
@@ -72,12 +59,12 @@ def commit(aside: Path, folder: Path, files: dict[str, dict[str, int | str]]) ->
     """
     manifest = {"format": FORMAT, "step": step_of(folder), "files": files}
     (aside / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
-    sync_file(aside / MANIFEST)
+    sync(aside / MANIFEST)
     for path in {aside, *(path for path in aside.rglob("*") if path.is_dir())}:
-        sync_file(path)
+        sync(path)
     replaced = _take_name(folder) if folder.exists() else None
     aside.rename(folder)
-    sync_file(folder.parent)
+    sync(folder.parent)
     if replaced is not None:
         shutil.rmtree(replaced)
 
@@ -156,13 +143,10 @@ def file_faults(folder: Path, files: dict[str, dict], names: Iterable[str]) -> l
 
 def _fault(path: Path, expected: dict) -> str | None:
     try:
-        size = path.stat().st_size
-        if size != expected["bytes"]:
-            return f"{path} has {size:,} bytes instead of {expected['bytes']:,}"
+        if fault := size_fault(path, expected["bytes"]):
+            return fault
         if fingerprint(path)["sha256"] != expected["sha256"]:
             return f"{path} has another SHA-256 than when it was written"
-    except FileNotFoundError:
-        return f"{path} is missing"
     except (OSError, KeyError, TypeError) as error:
         return f"{path} cannot be verified ({error})"
     return None

@@ -16,20 +16,19 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint.api import CheckpointException
 
 from ds_trainer.checkpoint.folder import (
-    aside_of,
     checkpoints,
     commit,
     file_faults,
     fingerprint,
     folder_of,
     manifest_faults,
-    sync_file,
 )
 from ds_trainer.checkpoint.shard_reader import StoredState, reading
 from ds_trainer.checkpoint.shard_writer import INDEX, Shard, write_shards
 from ds_trainer.distributed.consensus import consensus
 from ds_trainer.distributed.process_groups import Mesh
 from ds_trainer.errors import CheckpointError, MachineError
+from ds_trainer.files import partial_path, sync
 from ds_trainer.log import get_logger
 
 STATE, RUN, LAYOUT = "trainer_state.json", "run.json", "layout.json"
@@ -85,7 +84,7 @@ def save(
         MachineError: On every rank, if one could not write; earlier checkpoints are untouched.
     """
     folder = folder_of(output_dir, step)
-    aside, is_first = aside_of(folder), mesh.grid.rank == 0
+    aside, is_first = partial_path(folder), mesh.grid.rank == 0
     try:
         with consensus(mesh, f"the save of {folder.name}"), _writing(folder):
             if is_first:
@@ -176,7 +175,7 @@ def _files_of(aside: Path, rank: int) -> list[Path]:
 
 def _verified(path: Path) -> dict[str, int | str]:
     """Puts a file on the disk and reads it back."""
-    sync_file(path)
+    sync(path)
     if path.suffix == ".safetensors" and path.parent.name != "model":
         with safe_open(path, framework="pt") as file:
             file.keys()

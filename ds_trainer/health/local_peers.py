@@ -11,6 +11,7 @@ import psutil
 
 from ds_trainer.health.rank_position import Whereabouts
 from ds_trainer.health.shared_status import BlackBoxReader
+from ds_trainer.processes import has_ended
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ class Peers:
                 os.close(fd)
                 self._mark(self._by_fd.pop(fd))
         for rank, process in list(self._by_psutil.items()):
-            if _has_ended(process):
+            if has_ended(process):
                 del self._by_psutil[rank]
                 self._mark(rank)
 
@@ -109,10 +110,3 @@ class Peers:
             os.close(fd)
         for box in self._boxes.values():
             box.close()
-
-
-def _has_ended(process: psutil.Process) -> bool:
-    try:
-        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True

@@ -7,7 +7,6 @@ compiles leaves it, and every later process waits for it for ever without a word
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import socket
@@ -18,8 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+from filelock import FileLock, Timeout
 
 from ds_trainer.errors import MachineError
+from ds_trainer.files import replace_text
 from ds_trainer.log import get_logger
 
 _POLL_S = 0.2
@@ -30,20 +31,21 @@ class BuildLock:
     """The right to compile in one extensions folder, held.
 
     Args:
-        path: The lock file; it names the op being compiled, and by whom.
+        note: File that names the op being compiled, and by whom. It lies beside the lock file, which older versions of
+            filelock empty whenever they open it.
         unfinished: The op that the last holder began and did not finish; "" if there is none.
     """
 
-    path: Path
+    note: Path
     unfinished: str
 
     def begin(self, op: str) -> None:
         """Notes that this process compiles `op`; the note outlives a process that is killed."""
-        self.path.write_text(json.dumps({"op": op, "pid": os.getpid(), "host": socket.gethostname()}))
+        replace_text(self.note, json.dumps({"op": op, "pid": os.getpid(), "host": socket.gethostname()}))
 
     def end(self) -> None:
-        """Removes the note: the op is whole."""
-        self.path.write_text("")
+        """Removes the note: the op is complete."""
+        self.note.unlink(missing_ok=True)
         self.unfinished = ""
 
 
@@ -51,16 +53,17 @@ class BuildLock:
 def build_lock(folder: Path) -> Iterator[BuildLock]:
     """Holds the right to compile in `folder`, waiting for another process of ours that has it, and saying so."""
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "ds_trainer.lock"
-    with path.open("a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            note = _read(path)
-            if note:
-                get_logger().info("waiting for process %(pid)d on %(host)s, which compiles DeepSpeed's %(op)s", note)
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield BuildLock(path, _read(path).get("op", ""))
+    lock, note = FileLock(folder / "ds_trainer.lock"), folder / "ds_trainer.compiling"
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        if builder := _read(note):
+            get_logger().info("waiting for process %(pid)d on %(host)s, which compiles DeepSpeed's %(op)s", builder)
+        lock.acquire(poll_interval=_POLL_S)
+    try:
+        yield BuildLock(note, _read(note).get("op", ""))
+    finally:
+        lock.release()
 
 
 def clear_torch_lock(lock: Path, known_dead: bool, grace_s: float | None = None) -> None:
@@ -116,6 +119,8 @@ def stale_locks(folder: Path) -> list[Path]:
     return [lock for lock in sorted(folder.glob("*/lock")) if lock_holder(lock) is None]
 
 
-def _read(path: Path) -> dict:
-    text = path.read_text()
-    return json.loads(text) if text else {}
+def _read(note: Path) -> dict:
+    try:
+        return json.loads(note.read_text("utf-8"))
+    except FileNotFoundError:
+        return {}

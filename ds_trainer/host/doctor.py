@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import requires, version
+from pathlib import Path
 
 from packaging.requirements import Requirement
 from torch.utils.cpp_extension import CUDA_HOME
@@ -16,6 +17,7 @@ from torch.utils.cpp_extension import CUDA_HOME
 from ds_trainer.distributed.device import probe_machine
 from ds_trainer.host.build_lock import stale_locks
 from ds_trainer.host.deepspeed_ops import BUILDERS, extensions_dir, is_built
+from ds_trainer.host.free_space import free_bytes
 from ds_trainer.host.host_memory import available_bytes
 from ds_trainer.host.toolchain import cxx, has_compiler, has_cuda_toolkit, has_libaio, has_ninja, has_python_headers
 
@@ -94,4 +96,4 @@ def _room() -> Iterator[Finding]:
     free, bound = available_bytes()
     yield Finding("host memory", f"{free / 1e9:.1f} GB free", note=bound)
     for name, folder in (("disk here", os.getcwd()), ("disk of the ops", sys.prefix)):
-        yield Finding(name, f"{shutil.disk_usage(folder).free / 1e9:.1f} GB free", note=folder)
+        yield Finding(name, f"{free_bytes(Path(folder)) / 1e9:.1f} GB free", note=folder)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import shutil
 import tempfile
 from collections import defaultdict
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 from ds_trainer.config.memory_needs import buffers, row_of
 from ds_trainer.config.resolved import ResolvedConfig
 from ds_trainer.errors import MachineError
+from ds_trainer.host.free_space import size_text, space_fault
 from ds_trainer.host.host_memory import available_bytes
 from ds_trainer.host.swap_folder import remove_stale_swap_folders
 from ds_trainer.launch.rank_grid import Grid
@@ -121,9 +121,9 @@ def check_host_memory(resolved: ResolvedConfig, local_ranks: int) -> None:
     free, bound = available_bytes()
     if needed <= free:
         return
-    detail = ", ".join(f"{part.name} {_size(part.size * local_ranks)}" for part in parts if part.size)
+    detail = ", ".join(f"{part.name} {size_text(part.size * local_ranks)}" for part in parts if part.size)
     raise MachineError(
-        f"{local_ranks} rank(s) here: needs about {_size(needed)} of host memory, {_size(free)} free ({bound})",
+        f"{local_ranks} rank(s) here: needs about {size_text(needed)} of host memory, {size_text(free)} free ({bound})",
         f"what a run keeps must fit: {detail}; activations come on top",
         "use fewer ranks per machine or a smaller model, raise the limit, or keep more on a drive "
         "(zero.stage 3 with zero.offload_optimizer.device and zero.offload_param.device nvme)",
@@ -167,14 +167,9 @@ def check_output_dir(resolved: ResolvedConfig, num_parameters: int) -> None:
 
 
 def _require_space(path: Path, size: float, what: str, change: str) -> None:
-    free = shutil.disk_usage(path).free
-    if size > free:
+    if fault := space_fault(path, size):
         raise MachineError(
-            f"{what}: needs about {_size(size)} in {path}, {_size(free)} free",
-            "there must be room before the run starts, not only when it writes",
+            f"{what}: {fault}",
+            "there must be free space before the run starts, not only when it writes",
             f"free some space, or set {change}",
         )
-
-
-def _size(count: float) -> str:
-    return f"{count / 1e9:.1f} GB" if count >= 5e7 else f"{count / 1e6:.1f} MB"

@@ -19,6 +19,7 @@ import psutil
 
 from ds_trainer.errors import MachineError
 from ds_trainer.log import get_logger
+from ds_trainer.processes import has_ended
 
 _PREFIX = "ds_trainer-"
 _OWNER = "owner.json"
@@ -49,7 +50,8 @@ class Owner:
         if self.host != socket.gethostname():
             return False
         try:
-            return abs(psutil.Process(self.pid).create_time() - self.started) > 1.0
+            process = psutil.Process(self.pid)
+            return abs(process.create_time() - self.started) > 1.0 or has_ended(process)
         except psutil.NoSuchProcess:
             return True
 

@@ -18,6 +18,7 @@ from types import FrameType
 import psutil
 
 from ds_trainer.log import get_logger
+from ds_trainer.processes import has_ended
 
 EXIT_CODE = 75
 """EX_TEMPFAIL of sysexits.h: try again later. A scheduler that restarts the run on it goes on from the checkpoint."""
@@ -50,7 +51,7 @@ _notes = _Notes()
 
 def pending() -> bool:
     """Whether this rank was asked to stop: by a signal, or by the end of the launcher that started it."""
-    if _notes.reason is None and not all(_is_alive(launcher) for launcher in _notes.launchers):
+    if _notes.reason is None and any(map(has_ended, _notes.launchers)):
         _note("the end of its launcher")
     return _notes.reason is not None
 
@@ -116,10 +117,3 @@ def _launchers() -> list[psutil.Process]:
             break
         found.append(ancestor)
     return found
-
-
-def _is_alive(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False

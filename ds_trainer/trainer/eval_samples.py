@@ -13,6 +13,7 @@ from ds_trainer.config.training_sections import EvaluationConfig
 from ds_trainer.data.loader import BatchLoader
 from ds_trainer.data.prompts import Prompt, first_prompts
 from ds_trainer.errors import ConfigError
+from ds_trainer.files import replace_text
 from ds_trainer.log import get_logger, warn_once
 from ds_trainer.trainer.generation import Decoding, generate, require_generative, require_room
 from ds_trainer.trainer.run import Run
@@ -106,13 +107,11 @@ def keep(path: Path, generations: Sequence[Generation]) -> None:
     The run itself does not end for them: what a full disk does not take has been shown at least.
     """
     lines = [json.dumps(asdict(one), ensure_ascii=False) + "\n" for one in generations]
-    aside = path.with_name(f".{path.name}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a+", encoding="utf-8") as file:
             file.seek(0)
             earlier = [line for line in file if json.loads(line)["step"] < generations[0].step]
-        aside.write_text("".join(earlier + lines), "utf-8")
-        aside.replace(path)
+        replace_text(path, "".join(earlier + lines))
     except (OSError, ValueError) as error:
         warn_once(f"{path} cannot be read or written ({error}): continuations are only shown")

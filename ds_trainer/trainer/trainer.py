@@ -15,7 +15,7 @@ from ds_trainer.callbacks.base import restore_states, states_of
 from ds_trainer.callbacks.hf import adapted
 from ds_trainer.callbacks.make import built_in_callbacks
 from ds_trainer.callbacks.trainer_state import TrainerControl, TrainerState
-from ds_trainer.checkpoint.disk_space import require_room
+from ds_trainer.checkpoint.disk_space import require_checkpoint_space
 from ds_trainer.checkpoint.folder import remove_leftovers
 from ds_trainer.checkpoint.rng import set_rng_state
 from ds_trainer.checkpoint.store import STATE, Checkpoint, RankState
@@ -429,7 +429,7 @@ class Trainer(ModelCalls):
 
     def _trial_save(self) -> None:
         if self.is_world_process_zero:
-            require_room(self.config, self.run.num_trained, self._keeper.saves_left())
+            require_checkpoint_space(self.config, self.run.num_trained, self._keeper.saves_left())
             output_dir = Path(self.config.run.output_dir)
             trial_save(output_dir, self.run.model, self.run.tokenizer, self.run.export_dtype, self.state_dict())
 

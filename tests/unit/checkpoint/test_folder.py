@@ -6,7 +6,6 @@ import pytest
 
 from ds_trainer.checkpoint.folder import (
     TRIAL,
-    aside_of,
     checkpoints,
     commit,
     file_faults,
@@ -15,6 +14,7 @@ from ds_trainer.checkpoint.folder import (
     manifest_faults,
     remove_leftovers,
 )
+from ds_trainer.files import partial_path
 
 
 class Killed(BaseException):
@@ -23,7 +23,7 @@ class Killed(BaseException):
 
 def save(out, text):
     folder = folder_of(out, 4)
-    aside = aside_of(folder)
+    aside = partial_path(folder)
     aside.mkdir()
     (aside / "state").write_text(text)
     commit(aside, folder, {"state": fingerprint(aside / "state")})

@@ -5,13 +5,12 @@ import gc
 import sys
 import threading
 import weakref
+from importlib.util import find_spec
 
 import pytest
 
-from ds_trainer import config, engines
 from ds_trainer.health import stacks
 from ds_trainer.health.expected_wait import expected_wait, in_expected_wait
-from ds_trainer.parallel import pipeline
 
 
 @pytest.fixture
@@ -84,9 +83,9 @@ def frame_in(filename):
         ("/lib/deepspeed/comm/comm.py", True),
         ("/lib/torch/utils/data/dataloader.py", False),
         ("/home/me/train.py", False),
-        (pipeline.runtime.__file__, True),
-        (engines.deepspeed.engine.__file__, False),
-        (config.deepspeed.arguments.__file__, False),
+        (find_spec("ds_trainer.parallel.pipeline.runtime").origin, True),
+        (find_spec("ds_trainer.engines.deepspeed.engine").origin, False),
+        (find_spec("ds_trainer.config.deepspeed.arguments").origin, False),
     ],
 )
 def test_standing_still_in_a_collective_is_waiting_for_ranks(filename, waits):
@@ -110,7 +109,7 @@ def test_the_call_site_is_outside_of_the_package_and_of_context_managers():
     assert "test_stacks.py:" in sites[0]
 
 
-def test_patience_may_be_nested():
+def test_expected_waits_may_be_nested():
     with expected_wait(), expected_wait():
         assert in_expected_wait()
     assert not in_expected_wait()

@@ -1,5 +1,6 @@
 """Disk and memory checks before a model is loaded."""
 
+import shutil
 from collections import namedtuple
 
 import pytest
@@ -38,7 +39,7 @@ def free_memory(monkeypatch):
 @pytest.fixture
 def free_disk(monkeypatch):
     """Sets how much disk is free."""
-    return lambda size: monkeypatch.setattr(preflight.shutil, "disk_usage", lambda path: Usage(size, 0, size))
+    return lambda size: monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(size, 0, size))
 
 
 @pytest.mark.case("E5")

@@ -1,5 +1,6 @@
-"""Room for checkpoints is looked at before the first step."""
+"""Free space for checkpoints is checked before the first step."""
 
+import shutil
 from collections import namedtuple
 
 import pytest
@@ -15,30 +16,31 @@ PARAMETERS = 10**9
 
 
 def require(monkeypatch, caplog, free_gb, saves, **sections):
-    monkeypatch.setattr(disk_space.shutil, "disk_usage", lambda path: Usage(free_gb * 1e9))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(free_gb * 1e9))
     said = []
     monkeypatch.setattr(disk_space.get_logger(), "warning", lambda text, *args: said.append(text % args))
-    disk_space.require_room(RunConfig.model_validate(sections), PARAMETERS, saves)
+    disk_space.require_checkpoint_space(RunConfig.model_validate(sections), PARAMETERS, saves)
     return said
 
 
 def test_a_run_whose_first_checkpoint_does_not_fit_is_refused(monkeypatch, caplog):
-    with pytest.raises(MachineError, match="a checkpoint takes 12.0 GB, 11.9 GB are free"):
+    with pytest.raises(MachineError, match="a checkpoint needs about 12.0 GB in .*, 11.9 GB free"):
         require(monkeypatch, caplog, 11.9, 1)
 
 
 def test_room_for_the_one_in_the_making_beside_those_kept_is_asked_for(monkeypatch, caplog):
     assert require(monkeypatch, caplog, 36.1, 9) == []
-    assert "up to 3 are there at once" in require(monkeypatch, caplog, 35.9, 9)[0]
+    (warning,) = require(monkeypatch, caplog, 35.9, 9)
+    assert "up to 3 checkpoints are there at once: needs about 36.0 GB in " in warning and "35.9 GB free" in warning
     assert require(monkeypatch, caplog, 24.1, 2) == []
 
 
-def test_a_run_that_saves_nothing_needs_no_room(monkeypatch, caplog):
+def test_a_run_that_saves_nothing_needs_no_space(monkeypatch, caplog):
     assert require(monkeypatch, caplog, 0, 0) == []
 
 
 def test_the_optimizer_decides_the_size(monkeypatch, caplog):
-    with pytest.raises(MachineError, match=r"takes 4\.0 GB"):
+    with pytest.raises(MachineError, match=r"needs about 4\.0 GB"):
         require(monkeypatch, caplog, 1, 1, optimizer={"name": "sgd"})
 
 
