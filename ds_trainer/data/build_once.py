@@ -8,7 +8,6 @@ folder lists the sizes of its files, so that one that has lost data since is fou
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import time
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from ds_trainer.errors import DataError
+from ds_trainer.files import size_fault, sync
 from ds_trainer.launch import signals
 from ds_trainer.log import get_logger
 
@@ -126,8 +126,7 @@ def _write_sizes(folder: Path) -> None:
     """Waits until the files of a folder are on the disk, and lists their sizes."""
     sizes = {}
     for path in sorted(folder.iterdir()):
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
+        sync(path)
         sizes[path.name] = path.stat().st_size
     (folder / SIZES).write_text(json.dumps(sizes), "utf-8")
 
@@ -143,10 +142,6 @@ def _damage(folder: Path) -> str | None:
     except (FileNotFoundError, ValueError) as error:
         return f"{folder / SIZES} cannot be read ({error})"
     for name, size in sizes.items():
-        path = folder / name
-        found = path.stat().st_size if path.exists() else None
-        if found is None:
-            return f"{path} is missing"
-        if found != size:
-            return f"{path} has {found:,} bytes instead of {size:,}"
+        if fault := size_fault(folder / name, size):
+            return fault
     return None
