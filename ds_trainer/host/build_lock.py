@@ -53,7 +53,7 @@ class BuildLock:
 def build_lock(folder: Path) -> Iterator[BuildLock]:
     """Holds the right to compile in `folder`, waiting for another process of ours that has it, and saying so."""
     folder.mkdir(parents=True, exist_ok=True)
-    lock, note = FileLock(folder / "ds_trainer.lock"), folder / "ds_trainer.compiling"
+    lock, note = FileLock(folder / "ds_trainer.lock"), folder / "compiling.json"
     try:
         lock.acquire(timeout=0)
     except Timeout:
