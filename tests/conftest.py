@@ -14,6 +14,8 @@ os.environ["PATH"] = f"{Path(sys.prefix) / 'bin'}{os.pathsep}{os.environ['PATH']
 
 import pytest  # noqa: E402
 
+pytest.register_assert_rewrite("tests.helpers")
+
 from tests.helpers.world import World  # noqa: E402
 
 # A shell starts background jobs with SIGINT ignored, which all processes of a test would inherit, and heed.

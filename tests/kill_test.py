@@ -15,7 +15,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from tests.helpers.killing import RANKS, Kill, KilledRun, Moment, check_same, write_model
-from tests.procs.test_spine import CELLS
+from tests.helpers.layouts import CELLS
 
 ENGINES = ("ddp", "zero1", "zero2", "zero2-cpu", "zero3", "fsdp2")
 EVENTS = ("save", "resume", "step", "save", "commit", "save")

@@ -154,3 +154,11 @@ def test_importing_the_pure_modules_and_the_command_line_loads_no_heavy_library(
     code = f"import sys, {', '.join(names)}; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], check=True, text=True, stdout=subprocess.PIPE)
     assert not HEAVY & set(done.stdout.split())
+
+
+def test_no_test_imports_another():
+    importing = {}
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        if names := {name for name in imports(path) if ".test_" in name}:
+            importing[str(path.relative_to(ROOT))] = names
+    assert not importing, "what tests share goes to tests/helpers"

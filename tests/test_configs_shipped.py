@@ -1,37 +1,14 @@
 """Every shipped config loads, resolves and translates to a JSON that the installed DeepSpeed accepts."""
 
 import json
-from pathlib import Path
 
 import pytest
 
 from ds_trainer.cli.config import json_schema
 from ds_trainer.config.backend import backend
 from ds_trainer.config.deepspeed.arguments import to_deepspeed
-from ds_trainer.config.io import load_config
-from ds_trainer.config.resolve import resolve
-from ds_trainer.config.resolved import Machine
 from tests.helpers.deepspeed_reads import accept
-
-FOLDER = Path(__file__).parents[1] / "ds_configs"
-SHIPPED = sorted(path.relative_to(FOLDER).as_posix() for path in FOLDER.glob("*/*.json"))
-PARALLEL = {name: load_config(FOLDER / name)[0].parallel for name in SHIPPED}
-WHOLE_MODELS = [name for name, parallel in PARALLEL.items() if parallel.tp * parallel.pp == 1]
-"""Those that other trainers have words for."""
-TABLE = [
-    [cell.strip() for cell in line.strip("|").split("|")]
-    for line in (FOLDER / "README.md").read_text().splitlines()
-    if line.startswith("| [")
-]
-MACHINES = {
-    "smoke": lambda ranks: Machine(ranks, "cpu", ("fp32",), "a CPU without bf16"),
-    "recipes": lambda ranks: Machine(ranks, "cuda", ("fp32", "bf16", "fp16"), "a GPU"),
-}
-
-
-def resolved(name):
-    ranks = int(next(row[1] for row in TABLE if row[0].startswith(f"[{name}]")))
-    return resolve(*load_config(FOLDER / name), MACHINES[Path(name).parent.name](ranks))
+from tests.helpers.shipped_configs import FOLDER, SHIPPED, TABLE, resolved
 
 
 def test_the_readme_lists_every_config_and_no_other():

@@ -147,13 +147,16 @@ def _torch_optimizer(model: LlamaForCausalLM, name: str, lr: float | None) -> to
     return {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}[name](groups, **keys)
 
 
-def cell_config(reference: Path, out: Path, ranks: int, optimizer: str, **sections: Any) -> dict:
+def cell_config(
+    reference: Path, out: Path, ranks: int, optimizer: str, lr: float | None = None, **sections: Any
+) -> dict:
     """The JSON of one cell: accumulation 2 on 2 and 4 ranks, 4 on one."""
     micro = {1: 2, 2: 2, 4: 1}[ranks]
+    keys = OPTIMIZERS[optimizer] | ({} if lr is None else {"lr": lr})
     return {
         "model": {"path": str(reference / "checkpoint")},
         "batch": {"global_size": GLOBAL, "micro_size": micro},
-        "optimizer": {**OPTIMIZERS[optimizer], "max_grad_norm": CLIP},
+        "optimizer": {**keys, "max_grad_norm": CLIP},
         "schedule": {"name": "constant"},
         "precision": {"dtype": "fp32"},
         "run": {"max_steps": STEPS, "epochs": 10, "seed": SEED, "output_dir": str(out), "device": "cpu"},

@@ -8,10 +8,13 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from ds_trainer.callbacks.base import Callback
 from ds_trainer.trainer.trainer import Trainer
 from tests.helpers.parity import collate, rows
 from tests.helpers.tiny import tiny_llama
+from tests.helpers.world import RankFailed
 
 STEPS, EVERY = 6, 3
 # A layer with three matrices of 1M elements and a tied embedding of 1M: at 4 ranks each shard is still 1 MiB in fp32,
@@ -104,3 +107,19 @@ def state_hash(trainer: Trainer) -> str:
     for name, value in trainer.engine.full_parameters():
         digest.update(name.encode() + value.numpy().tobytes())
     return digest.hexdigest()
+
+
+def killed_and_resumed(world, out, ranks, checkpoint, sections):
+    """Every rank kills itself after a checkpoint; a second world goes on from there."""
+    with pytest.raises(RankFailed):
+        world(train, ranks, out, checkpoint, sections, {}, EVERY + 1)
+    assert [path.name for path in sorted(out.glob("checkpoint-*"))] == [f"checkpoint-{EVERY}"]
+    return world(train, ranks, out, checkpoint, sections, {"checkpoint": {"resume": "auto"}})
+
+
+def check_resumed(straight, resumed):
+    """The resumed run's steps and its state at the end are the straight run's, bit for bit."""
+    for (steps, state, _), (later_steps, later_state, _) in zip(straight, resumed, strict=True):
+        assert [step[0] for step in later_steps] == list(range(EVERY + 1, STEPS + 1))
+        assert later_steps == steps[EVERY:]
+        assert later_state == state

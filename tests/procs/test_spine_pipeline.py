@@ -12,6 +12,8 @@ some percent of a gradient's largest element.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -21,8 +23,9 @@ from ds_trainer.engines.introspect import content_hash
 from ds_trainer.planning.pp_schedules import default_virtual_stages, make_schedule, next_accepted
 from ds_trainer.planning.pp_timeline import simulate
 from tests.helpers import parity
-from tests.helpers.parity import Recorder, cell_config, collate, compare_weights, rows, write_bf16_reference
+from tests.helpers.parity import Recorder
 from tests.helpers.runs import D8, largest_difference, make_trainer, weights
+from tests.helpers.spine import run_cell
 from tests.helpers.tiny import oracle, tiny_llama
 from tests.helpers.world import RankFailed
 
@@ -53,58 +56,47 @@ def cell(engine: str, schedule: str, pp: int = 2, **parallel) -> dict:
     return sections | {"parallel": sections["parallel"] | {"pp": pp, "schedule": schedule} | parallel}
 
 
-@pytest.fixture(scope="module")
-def references(tmp_path_factory):
-    """One process's run by what it is computed in, made when it is first asked for."""
-    made: dict[tuple, Path] = {}
-
-    def reference(optimizer: str, precision: str = "fp32", **shape) -> Path:
-        key = (optimizer, precision, *shape.items())
-        if key not in made:
-            made[key] = tmp_path_factory.mktemp(optimizer)
-            torch.set_num_threads(2)
-            if precision == "fp32":
-                parity.write_reference(made[key], optimizer, LR[optimizer], **SHAPE | shape)
-            else:
-                write_bf16_reference(made[key], optimizer, precision == "autocast", LR[optimizer], **SHAPE | shape)
-        return made[key]
-
-    return reference
+@pytest.fixture
+def reference(references):
+    """`reference(optimizer, precision, **shape)`: one process's run at the learning rates of this spine."""
+    return lambda optimizer, precision="fp32", **shape: references(optimizer, SHAPE | shape, LR[optimizer], precision)
 
 
 def run_cells(reference: Path, out: Path, data: int, optimizer: str, cells: list[dict], *how) -> list[dict]:
     """Several layouts one after the other on these ranks, each held against the reference; returns their proofs."""
-    return [run_cell(reference, out, data, optimizer, sections, *how) for sections in cells]
+    return [run_stages(reference, out, data, optimizer, sections, *how) for sections in cells]
 
 
-def run_cell(
-    reference: Path, out: Path, data: int, optimizer: str, sections: dict, fault: str | None = None, tied: bool = True
+def run_stages(
+    reference: Path, out: Path, data: int, optimizer: str, sections: dict, fault=None, tied: bool = True
 ) -> dict:
     """One layout, micro-batches of one sample; returns what proves that it was a pipeline."""
-    from ds_trainer.trainer.trainer import Trainer
+    keys: dict = {"lr": LR[optimizer], "callbacks": [Copies()]}
+    if "precision" in sections:
+        keys |= {"recorder": partial(LowRecorder, tied=tied), "weight_tolerance": LOW_TOLERANCE}
+    batch = {"batch": {"global_size": parity.GLOBAL, "micro_size": 1}}
+    return run_cell(reference, out, data, optimizer, batch | sections, StagesWitness, fault, **keys)
 
-    low = "precision" in sections
-    batch = {"global_size": parity.GLOBAL, "micro_size": 1}
-    config = cell_config(reference, out, data, optimizer, **{"batch": batch} | sections)
-    config["optimizer"]["lr"] = LR[optimizer]
-    recorder = LowRecorder(reference, tied) if low else Recorder(reference)
-    trainer = Trainer(
-        config=config, train_dataset=rows(SHAPE["vocab"]), data_collator=collate, callbacks=[recorder, Copies()]
-    )
-    if fault is not None:
-        FAULTS[fault](trainer)
-    trainer.train()
-    compare_weights(trainer, reference, optimizer, LOW_TOLERANCE if low else None)
-    proof = {
-        "facts": trainer.engine.facts(),
-        "held": sorted(name for name, _ in trainer.run.model.named_parameters()),
-        "owned": sorted({part.name for part in trainer.engine.parameter_layout()}),
-        "peak": trainer.run.executor._runtime.peak_in_flight,
-        "norm": trainer.state.grad_norm,
-        "place": (trainer.run.mesh.grid.pp_rank, trainer.run.mesh.grid.dp_rank),
-    }
-    trainer.close()
-    return proof
+
+class StagesWitness:
+    """What each stage holds and owns, and how many micro-batches were in flight."""
+
+    def __init__(self, trainer) -> None:
+        self.trainer = trainer
+
+    def watch(self) -> AbstractContextManager:
+        return nullcontext()
+
+    def proof(self) -> dict:
+        trainer = self.trainer
+        return {
+            "facts": trainer.engine.facts(),
+            "held": sorted(name for name, _ in trainer.run.model.named_parameters()),
+            "owned": sorted({part.name for part in trainer.engine.parameter_layout()}),
+            "peak": trainer.run.executor._runtime.peak_in_flight,
+            "norm": trainer.state.grad_norm,
+            "place": (trainer.run.mesh.grid.pp_rank, trainer.run.mesh.grid.dp_rank),
+        }
 
 
 LOW_TOLERANCE = 2e-2
@@ -197,70 +189,57 @@ def gradients_summed_in_bf16(trainer) -> None:
     trainer.engine._accumulate_wide = lambda: None
 
 
-FAULTS = {
-    fault.__name__: fault
-    for fault in (
-        tied_gradient_not_summed,
-        copy_not_refreshed,
-        copy_counted_in_the_norm,
-        stages_clip_by_their_own_norm,
-        a_microbatch_counts_twice,
-        gradients_summed_in_bf16,
-    )
-}
-
-
 @pytest.mark.case("B8", "G6", "I8")
-def test_layouts_of_four_ranks_equal_one_process(world, references, tmp_path):
+def test_layouts_of_four_ranks_equal_one_process(world, reference, tmp_path):
     cells = {
         2: [cell("ddp", "zbv"), cell("fsdp2", "1f1b"), cell("zero1", "interleaved_1f1b")],
         1: [cell("ddp", "1f1b", pp=4), cell("zero1", "zbv", tp=2, sequence_parallel=True)],
     }
-    check_cells(world, references("sgd"), tmp_path, "sgd", cells)
+    check_cells(world, reference("sgd"), tmp_path, "sgd", cells)
 
 
 @pytest.mark.slow
 @pytest.mark.case("B4", "B8", "G6", "I8")
 @pytest.mark.parametrize("pp", [2, 4])
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2", "zero1"])
-def test_every_schedule_equals_one_process(world, references, tmp_path, engine, pp):
+def test_every_schedule_equals_one_process(world, reference, tmp_path, engine, pp):
     cells = {1: [cell(engine, schedule, pp=pp) for schedule in SCHEDULES]}
-    check_cells(world, references("sgd"), tmp_path, "sgd", cells)
+    check_cells(world, reference("sgd"), tmp_path, "sgd", cells)
 
 
 @pytest.mark.slow
 @pytest.mark.case("B8", "G6", "I8")
 @pytest.mark.parametrize("engine", ENGINES)
-def test_every_engine_with_data_ranks_equals_one_process(world, references, tmp_path, engine):
+def test_every_engine_with_data_ranks_equals_one_process(world, reference, tmp_path, engine):
     cells = {2: [cell(engine, schedule) for schedule in SCHEDULES]}
-    check_cells(world, references("adamw"), tmp_path, "adamw", cells)
+    check_cells(world, reference("adamw"), tmp_path, "adamw", cells)
 
 
 @pytest.mark.slow
 @pytest.mark.case("B8", "G6", "I8")
 @pytest.mark.parametrize("sequence", [False, True], ids=["tensor", "sequence"])
 @pytest.mark.parametrize("engine", ENGINES)
-def test_tensor_ranks_in_stages_equal_one_process(world, references, tmp_path, engine, sequence):
+def test_tensor_ranks_in_stages_equal_one_process(world, reference, tmp_path, engine, sequence):
     keys = {"tp": 2, "sequence_parallel": sequence}
     cells = {1: [cell(engine, schedule, **keys) for schedule in ("1f1b", "interleaved_1f1b", "zbv")]}
-    check_cells(world, references("sgd"), tmp_path, "sgd", cells)
+    check_cells(world, reference("sgd"), tmp_path, "sgd", cells)
 
 
 @pytest.mark.slow
 @pytest.mark.case("B8", "G6", "I8")
 @pytest.mark.parametrize("sequence", [False, True], ids=["tensor", "sequence"])
 @pytest.mark.parametrize("engine", ["zero1", "zero1-cpu", "fsdp2", "ddp"])
-def test_all_three_axes_equal_one_process(world, references, tmp_path, engine, sequence):
+def test_all_three_axes_equal_one_process(world, reference, tmp_path, engine, sequence):
     keys = {"tp": 2, "sequence_parallel": sequence}
     cells = {2: [cell(engine, schedule, **keys) for schedule in ("1f1b", "interleaved_1f1b", "zbv")]}
-    check_cells(world, references("sgd"), tmp_path, "sgd", cells)
+    check_cells(world, reference("sgd"), tmp_path, "sgd", cells)
 
 
 @pytest.mark.slow
 @pytest.mark.case("B8", "H1")
 @pytest.mark.parametrize("how", [True, "selective"])
-def test_recomputed_layers_equal_one_process(world, references, tmp_path, how):
-    folder = references("sgd")
+def test_recomputed_layers_equal_one_process(world, reference, tmp_path, how):
+    folder = reference("sgd")
     model = {"model": {"path": str(folder / "checkpoint"), "gradient_checkpointing": how}}
     cells = {2: [cell(engine, s) | model for engine in ("ddp", "fsdp2", "zero1") for s in ("1f1b", "zbv")]}
     check_cells(world, folder, tmp_path, "sgd", cells)
@@ -271,8 +250,8 @@ def test_recomputed_layers_equal_one_process(world, references, tmp_path, how):
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("data", [1, 2])
 @pytest.mark.parametrize("engine", BF16)
-def test_bf16_with_sums_in_fp32_equals_one_process(world, references, tmp_path, engine, data, tied):
-    folder = references("sgd", "autocast" if engine in AUTOCAST else "bf16", tied=tied)
+def test_bf16_with_sums_in_fp32_equals_one_process(world, reference, tmp_path, engine, data, tied):
+    folder = reference("sgd", "autocast" if engine in AUTOCAST else "bf16", tied=tied)
     cells = [cell(engine, schedule) | {"precision": {"dtype": "bf16"}} for schedule in SCHEDULES]
     everyone = world(run_cells, 2 * data, folder, tmp_path, data, "sgd", cells, None, tied)
     for sections, proofs in zip(cells, zip(*everyone, strict=True), strict=True):
@@ -283,23 +262,23 @@ def test_bf16_with_sums_in_fp32_equals_one_process(world, references, tmp_path, 
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        ("tied_gradient_not_summed", f"gradient of {TIED} is off by"),
-        ("copy_not_refreshed", f"ranks 0, 1 hold different values of {TIED}"),
-        ("copy_counted_in_the_norm", "norms .* != "),
-        pytest.param("stages_clip_by_their_own_norm", "norms .* != ", marks=pytest.mark.slow),
-        pytest.param("a_microbatch_counts_twice", "gradient of .* is off by", marks=pytest.mark.slow),
+        (tied_gradient_not_summed, f"gradient of {TIED} is off by"),
+        (copy_not_refreshed, f"ranks 0, 1 hold different values of {TIED}"),
+        (copy_counted_in_the_norm, "norms .* != "),
+        pytest.param(stages_clip_by_their_own_norm, "norms .* != ", marks=pytest.mark.slow),
+        pytest.param(a_microbatch_counts_twice, "gradient of .* is off by", marks=pytest.mark.slow),
     ],
 )
-def test_a_planted_fault_turns_the_spine_red(world, references, tmp_path, fault, message):
+def test_a_planted_fault_turns_the_spine_red(world, reference, tmp_path, fault, message):
     with pytest.raises(RankFailed, match=message):
-        world(run_cell, 2, references("sgd"), tmp_path, 1, "sgd", cell("ddp", "1f1b"), fault)
+        world(run_stages, 2, reference("sgd"), tmp_path, 1, "sgd", cell("ddp", "1f1b"), fault)
 
 
 @pytest.mark.slow
-def test_sums_in_bf16_turn_the_spine_red(world, references, tmp_path):
+def test_sums_in_bf16_turn_the_spine_red(world, reference, tmp_path):
     sections = cell("fsdp2", "zbv") | {"precision": {"dtype": "bf16"}}
     with pytest.raises(RankFailed, match="gradient of .* is off by"):
-        world(run_cell, 2, references("sgd", "bf16"), tmp_path, 1, "sgd", sections, "gradients_summed_in_bf16")
+        world(run_stages, 2, reference("sgd", "bf16"), tmp_path, 1, "sgd", sections, gradients_summed_in_bf16)
 
 
 def check_cells(world, folder: Path, out: Path, optimizer: str, cells: dict[int, list[dict]]) -> None:

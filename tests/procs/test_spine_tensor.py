@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
-from tests.helpers.parity import STEPS, Recorder, cell_config, collate, compare_weights, rows, write_reference
+from tests.helpers.layouts import SHAPE, with_tensor_ranks
+from tests.helpers.parity import STEPS
+from tests.helpers.spine import run_cell
 from tests.helpers.world import RankFailed
-from tests.procs.test_spine import CELLS, SHAPE
 
 TP = 2
 ENGINES = ("ddp", "fsdp2", "zero1", "zero2", "zero3", "zero2-cpu")
@@ -31,44 +32,6 @@ def quick_or_slow(layouts, quick):
         name = f"{engine}{'-sequence' if sequence else ''}-dp{data}"
         params.append(pytest.param(engine, sequence, data, marks=marks, id=name))
     return params
-
-
-@pytest.fixture(scope="module")
-def references(tmp_path_factory):
-    """One process's run by optimizer and shape, made when it is first asked for."""
-    made: dict[tuple, Path] = {}
-
-    def reference(optimizer: str, shape: dict) -> Path:
-        key = (optimizer, *shape.items())
-        if key not in made:
-            made[key] = tmp_path_factory.mktemp(optimizer)
-            torch.set_num_threads(2)
-            write_reference(made[key], optimizer, **shape)
-        return made[key]
-
-    return reference
-
-
-def sections(engine: str, **parallel) -> dict:
-    cell = CELLS[engine]
-    return cell | {"parallel": cell["parallel"] | {"tp": TP} | parallel}
-
-
-def run_cell(reference: Path, out: Path, data: int, optimizer: str, sections: dict, fault: str | None = None) -> dict:
-    """One layout on this rank, held against the reference step by step; returns what proves that it was split."""
-    from ds_trainer.trainer.trainer import Trainer
-
-    config = cell_config(reference, out, data, optimizer, **sections)
-    data_rows = rows(SHAPE["vocab"])
-    trainer = Trainer(config=config, train_dataset=data_rows, data_collator=collate, callbacks=[Recorder(reference)])
-    witness = Witness(trainer)
-    if fault is not None:
-        FAULTS[fault](trainer)
-    trainer.train()
-    proof = witness.proof()
-    compare_weights(trainer, reference, optimizer)
-    trainer.close()
-    return proof
 
 
 class Witness:
@@ -93,6 +56,9 @@ class Witness:
         # Asked for by its name, a parameter would be gathered.
         self.released &= not any(parameter.numel() for parameter in module.parameters())
 
+    def watch(self) -> AbstractContextManager:
+        return nullcontext()
+
     def proof(self) -> dict:
         named = self.trainer.run.model.named_parameters()
         return {
@@ -115,16 +81,13 @@ def copies_counted_twice(trainer) -> None:
     trainer.engine._split = replace(trainer.engine._split, rank=0)
 
 
-FAULTS = {f.__name__: f for f in (input_gradients_not_summed, copies_counted_twice)}
-
-
 @pytest.mark.case("B8", "G6", "I2", "I4")
 @pytest.mark.parametrize("optimizer", ["sgd", pytest.param("adamw", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("engine", "sequence", "data"), quick_or_slow(LAYOUTS, QUICK))
 def test_tensor_ranks_equal_one_process(world, references, tmp_path, engine, sequence, data, optimizer):
     folder = references(optimizer, SHAPE)
-    cell = sections(engine, sequence_parallel=sequence)
-    proofs = world(run_cell, TP * data, folder, tmp_path, data, optimizer, cell)
+    cell = with_tensor_ranks(engine, sequence_parallel=sequence)
+    proofs = world(run_cell, TP * data, folder, tmp_path, data, optimizer, cell, Witness)
     for proof in proofs:
         check_split(proof, data, kv_heads=2)
         check_sequence(proof, sequence)
@@ -137,8 +100,8 @@ def test_tensor_ranks_equal_one_process(world, references, tmp_path, engine, seq
 @pytest.mark.parametrize(("engine", "sequence", "data"), quick_or_slow(LAYOUTS, [("zero1", True, 1)]))
 def test_copies_of_a_kv_head_equal_one_process(world, references, tmp_path, engine, sequence, data):
     folder = references("sgd", ONE_KV_HEAD)
-    cell = sections(engine, sequence_parallel=sequence)
-    for proof in world(run_cell, TP * data, folder, tmp_path, data, "sgd", cell):
+    cell = with_tensor_ranks(engine, sequence_parallel=sequence)
+    for proof in world(run_cell, TP * data, folder, tmp_path, data, "sgd", cell, Witness):
         check_split(proof, data, kv_heads=1)
 
 
@@ -150,8 +113,8 @@ def test_copies_of_a_kv_head_equal_one_process(world, references, tmp_path, engi
 def test_recomputed_blocks_equal_one_process(world, references, tmp_path, engine, sequence, how):
     folder = references("sgd", SHAPE)
     model = {"path": str(folder / "checkpoint"), "gradient_checkpointing": how}
-    cell = sections(engine, sequence_parallel=sequence) | {"model": model}
-    for proof in world(run_cell, TP, folder, tmp_path, 1, "sgd", cell):
+    cell = with_tensor_ranks(engine, sequence_parallel=sequence) | {"model": model}
+    for proof in world(run_cell, TP, folder, tmp_path, 1, "sgd", cell, Witness):
         check_split(proof, 1, kv_heads=2)
         check_sequence(proof, sequence)
 
@@ -160,18 +123,18 @@ def test_recomputed_blocks_equal_one_process(world, references, tmp_path, engine
 @pytest.mark.parametrize("ranks", [4, 8])
 def test_tensor_ranks_beside_copies_of_the_model_equal_one_process(world, references, tmp_path, ranks):
     cell = {"parallel": {"engine": "fsdp2", "dp_replicate": 2, "tp": TP}}
-    for proof in world(run_cell, ranks, references("sgd", SHAPE), tmp_path, ranks // TP, "sgd", cell):
+    for proof in world(run_cell, ranks, references("sgd", SHAPE), tmp_path, ranks // TP, "sgd", cell, Witness):
         assert proof["facts"].settings["parallel.tp"] == TP
         assert proof["facts"].group_size == ranks // TP
 
 
 @pytest.mark.parametrize(
     ("fault", "message"),
-    [("input_gradients_not_summed", "gradient of .* is off by"), ("copies_counted_twice", "norms .* != ")],
+    [(input_gradients_not_summed, "gradient of .* is off by"), (copies_counted_twice, "norms .* != ")],
 )
 def test_a_planted_fault_turns_the_spine_red(world, references, tmp_path, fault, message):
     with pytest.raises(RankFailed, match=message):
-        world(run_cell, TP, references("sgd", SHAPE), tmp_path, 1, "sgd", sections("ddp"), fault)
+        world(run_cell, TP, references("sgd", SHAPE), tmp_path, 1, "sgd", with_tensor_ranks("ddp"), Witness, fault)
 
 
 def check_split(proof: dict, data: int, kv_heads: int) -> None:

@@ -14,7 +14,7 @@ import pytest
 from ds_trainer.callbacks.base import Callback
 from ds_trainer.metrics import read_metrics
 from tests.helpers.runs import D8, make_trainer
-from tests.procs.callbacks.test_trackers import scalars
+from tests.helpers.tensorboard import scalars
 
 PLOTTING = {"plots": True, "progress_bar": True}
 

@@ -212,7 +212,6 @@ def log_to_tensorboard(out):
 
 
 def test_transformers_tensorboard_callback_writes_the_runs_numbers(world, tmp_path):
-    from tests.procs.callbacks.test_trackers import scalars
 
     world(log_to_tensorboard, 2, tmp_path)
     (folder,) = (tmp_path / "runs").iterdir()

@@ -19,14 +19,7 @@ from ds_trainer.config.training_sections import LoggingConfig
 from ds_trainer.errors import ConfigError, MachineError
 from ds_trainer.metrics import StepMetrics
 from tests.helpers.runs import D8, make_trainer
-
-
-def scalars(folder: Path, tag: str) -> list:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(folder))
-    events.Reload()
-    return events.Scalars(tag)
+from tests.helpers.tensorboard import scalars
 
 
 def trained(out, report_to, state=None, steps=2):

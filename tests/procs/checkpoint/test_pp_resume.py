@@ -8,8 +8,9 @@ from transformers import AutoModelForCausalLM
 
 from ds_trainer.cli import main
 from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.layouts import slow_except
+from tests.helpers.resume_model_parallel import SAVED, STEPS, check_each_element_is_saved_once, refused, train
 from tests.helpers.runs import largest_difference, make_trainer
-from tests.procs.checkpoint.test_tp_resume import SAVED, STEPS, check_each_element_is_saved_once, refused, train
 
 MODEL = ("llama_tied", {"vocab_size": 321, "num_hidden_layers": 4, "attention_dropout": 0.1})
 BATCH = {"global_size": 8, "micro_size": 1}
@@ -28,7 +29,7 @@ QUICK = ("zero1",)
 
 
 @pytest.mark.case("C2", "I8")
-@pytest.mark.parametrize("layout", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in LAYOUTS])
+@pytest.mark.parametrize("layout", slow_except(QUICK, LAYOUTS))
 def test_a_run_goes_on_bit_for_bit_from_a_checkpoint_that_holds_each_element_once(world, tmp_path, layout):
     """4 ranks; dropout, clipping off, AdamW; the tied weight is the first stage's and not in the last one's files."""
     cell, keys = LAYOUTS[layout]

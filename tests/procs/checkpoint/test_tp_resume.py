@@ -2,80 +2,28 @@
 
 from __future__ import annotations
 
-import json
 import logging
-from math import prod
-from pathlib import Path
 
 import pytest
 import torch
-from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
 from ds_trainer.cli import main
-from ds_trainer.errors import CheckpointError
 from ds_trainer.log import get_logger
 from tests.helpers.checkpoints import make_checkpoint
-from tests.helpers.resume import state_hash
-from tests.helpers.runs import largest_difference, make_trainer, weights
-from tests.helpers.tiny import samples
-from tests.procs.test_spine import CELLS
+from tests.helpers.layouts import CELLS, slow_except
+from tests.helpers.resume_model_parallel import SAVED, STEPS, check_each_element_is_saved_once, refused, train
+from tests.helpers.runs import largest_difference
 
-ADAMW = {"name": "adamw", "lr": 1e-2, "eps": 1e-4, "weight_decay": 0.1}
-ROWS = samples(16)
 ODD = ("llama_tied", {"vocab_size": 321, "num_key_value_heads": 1, "attention_dropout": 0.1})
 """A vocabulary with a row of padding, and one KV head, of which each tensor rank has a copy."""
-SAVED, STEPS = 2, 4
-
-
-def train(out: Path, model: str, cell: str, keys: dict, checkpoint: dict, batch: dict | None = None):
-    """Trains to the fourth step; the log of its losses, a hash of weights and states, and the weights."""
-    sections = CELLS[cell] | {"parallel": CELLS[cell].get("parallel", {}) | keys}
-    trainer = make_trainer(
-        cell.split("-")[0],
-        out,
-        model=model,
-        rows=ROWS,
-        optimizer=ADAMW,
-        batch=batch or {"global_size": 8, "micro_size": 2},
-        data={"shuffle": True},
-        run={"max_steps": STEPS},
-        checkpoint={"every_steps": SAVED, "keep_last": 9, "export": False} | checkpoint,
-        **sections,
-    )
-    began = trainer.state.global_step, weights(trainer)
-    trainer.train()
-    losses = [line.loss for line in trainer.state.log_history]
-    result = began, losses, state_hash(trainer), weights(trainer)
-    trainer.close()
-    return result
-
-
-def check_each_element_is_saved_once(folder: Path, whole: dict[str, torch.Tensor]):
-    """The boxes of each tensor of a checkpoint make it whole, without overlap, in as many bytes as it has."""
-    index = json.loads((folder / "index.json").read_text())
-    assert {name.removeprefix("master/") for name in index if name.startswith("master/")} == whole.keys()
-    in_files = 0
-    for path in folder.glob("state-*"):
-        with safe_open(path, framework="pt") as file:
-            in_files += sum(prod(file.get_slice(key).get_shape()) for key in file.keys())  # noqa: SIM118
-    assert in_files == sum(prod(entry["shape"]) for entry in index.values())
-    for fqn, entry in index.items():
-        owners = torch.zeros(entry["shape"], dtype=torch.int)
-        for box in entry["boxes"]:
-            owners[tuple(slice(o, o + n) for o, n in zip(box["offsets"], box["sizes"], strict=True))] += 1
-        assert (owners == 1).all(), fqn
-        if owners.dim():
-            assert owners.shape == whole[fqn.partition("/")[2]].shape, "the vocabulary's padding is in no file"
 
 
 QUICK = ["zero1"]
 
 
 @pytest.mark.case("I7", "C2")
-@pytest.mark.parametrize(
-    "cell", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CELLS]
-)
+@pytest.mark.parametrize("cell", slow_except(QUICK, CELLS))
 def test_a_run_goes_on_bit_for_bit_from_a_checkpoint_that_holds_each_element_once(world, tmp_path, cell):
     model = make_checkpoint(tmp_path / "source", ODD[0], **ODD[1])
     straight = world(train, 4, tmp_path / "straight", model, cell, {"tp": 2}, {})
@@ -86,12 +34,6 @@ def test_a_run_goes_on_bit_for_bit_from_a_checkpoint_that_holds_each_element_onc
         assert step == SAVED
         assert later_losses == losses
         assert later_state == state
-
-
-def refused(*args):
-    with pytest.raises(CheckpointError) as caught:
-        train(*args)
-    return str(caught.value)
 
 
 ANOTHER_TP = [("zero2", 4, "ddp", 4), ("ddp", 1, "zero3", 2), ("fsdp2", 2, "zero1", 1), ("ddp", 2, "fsdp2", 4)]

@@ -16,12 +16,13 @@ from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from ds_trainer.engines.accelerate import ddp as accelerate_ddp
 from ds_trainer.engines.accelerate import deepspeed as accelerate_deepspeed
 from ds_trainer.engines.accelerate import fsdp2 as accelerate_fsdp2
-from tests.helpers.resume import train
+from tests.helpers.layouts import CELLS, SHAPE, slow_except
+from tests.helpers.resume import check_resumed, killed_and_resumed, train
 from tests.helpers.runs import largest_difference, make_trainer, weights
+from tests.helpers.shards_witness import ShardsWitness, check_mechanism
+from tests.helpers.spine import run_cell
 from tests.helpers.tiny import tiny_llama
 from tests.helpers.world import RankFailed
-from tests.procs.checkpoint.test_resume_exact import cells, check, checkpoint, killed_and_resumed  # noqa: F401  the fixture
-from tests.procs.test_spine import CELLS, SHAPE, check_mechanism, reference, run_cell  # noqa: F401  the fixture
 
 BACKENDS = {"ddp": "ddp", "zero0": "deepspeed", "zero2": "deepspeed", "zero3": "deepspeed", "zero2-cpu": "deepspeed"}
 
@@ -48,11 +49,11 @@ def run_watched(*args):
 
 
 @pytest.mark.case("B8")
-@pytest.mark.parametrize("reference", ["adamw", pytest.param("sgd", marks=pytest.mark.slow)], indirect=True)
-@pytest.mark.parametrize("cell", cells(*ACCELERATE, quick=QUICK))
-def test_two_ranks_equal_one_process(world, reference, tmp_path, cell):  # noqa: F811
-    optimizer, folder = reference
-    proofs = world(run_watched, 2, folder, tmp_path, 2, optimizer, ACCELERATE[cell])
+@pytest.mark.parametrize("optimizer", slow_except(["adamw"], ["adamw", "sgd"]))
+@pytest.mark.parametrize("cell", slow_except(QUICK, ACCELERATE))
+def test_two_ranks_equal_one_process(world, references, tmp_path, cell, optimizer):
+    folder = references(optimizer, SHAPE)
+    proofs = world(run_watched, 2, folder, tmp_path, 2, optimizer, ACCELERATE[cell], ShardsWitness)
     check_mechanism(cell, optimizer, proofs, ranks=2)
     for proof in proofs:
         assert proof["prepared"] == 1
@@ -64,12 +65,12 @@ def test_two_ranks_equal_one_process(world, reference, tmp_path, cell):  # noqa:
 
 
 @pytest.mark.case("C2", "C3")
-@pytest.mark.parametrize("cell", cells("ddp", "powersgd", "zero3", quick=["ddp"]))
-def test_a_killed_run_goes_on_bit_for_bit(world, tmp_path, checkpoint, cell):  # noqa: F811
+@pytest.mark.parametrize("cell", slow_except(["ddp"], ["ddp", "powersgd", "zero3"]))
+def test_a_killed_run_goes_on_bit_for_bit(world, tmp_path, resume_checkpoint, cell):
     powersgd = {"ddp": {"bucket_cap_mb": 26, "comm_hook": "powersgd", "powersgd_rank": 2}} | through("ddp")
     sections = ACCELERATE.get(cell, powersgd)
-    straight = world(train, 2, tmp_path / "straight", checkpoint, sections, {})
-    check(straight, killed_and_resumed(world, tmp_path / "cut", 2, checkpoint, sections))
+    straight = world(train, 2, tmp_path / "straight", resume_checkpoint, sections, {})
+    check_resumed(straight, killed_and_resumed(world, tmp_path / "cut", 2, resume_checkpoint, sections))
 
 
 PAIRS: list[tuple[str, str, str, dict]] = [
@@ -197,11 +198,12 @@ def cut_by_accelerate(*args):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize("reshard", [True, False])
-def test_what_accelerate_cuts_with_fsdp2_equals_one_process(world, reference, tmp_path, reshard):  # noqa: F811
-    optimizer, folder = reference
+def test_what_accelerate_cuts_with_fsdp2_equals_one_process(world, references, tmp_path, reshard, optimizer):
+    folder = references(optimizer, SHAPE)
     sections = {"parallel": {"engine": "fsdp2"}, "fsdp": {"reshard_after_forward": reshard}}
-    for proof in world(cut_by_accelerate, 2, folder, tmp_path, 2, optimizer, sections):
+    for proof in world(cut_by_accelerate, 2, folder, tmp_path, 2, optimizer, sections, ShardsWitness):
         assert proof["prepared"] == 1
         facts = proof["facts"]
         assert facts.group_size == 2 and facts.param_bytes == pytest.approx(2 * proof["total"], rel=0.02)

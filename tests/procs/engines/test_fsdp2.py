@@ -13,8 +13,8 @@ from ds_trainer.engines.introspect import local_part
 from ds_trainer.errors import ConfigError, EngineError
 from tests.helpers.failing import due, run_ranks
 from tests.helpers.runs import D8, largest_difference, make_trainer, weights
+from tests.helpers.shards_witness import Collectives
 from tests.helpers.tiny import oracle, samples, tiny_llama
-from tests.procs.test_spine import Collectives
 
 
 def held(module):

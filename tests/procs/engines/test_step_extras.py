@@ -14,26 +14,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_trainer.errors import ModelError
 from ds_trainer.trainer.trainer import Trainer
-from tests.helpers.parity import write_reference
+from tests.helpers.layouts import CELLS, SHAPE, slow_except
 from tests.helpers.runs import D8, collate, largest_difference, make_trainer, run_config, weights
+from tests.helpers.shards_witness import ShardsWitness
+from tests.helpers.spine import run_cell
 from tests.helpers.tiny import oracle, tiny_llama
-from tests.procs.test_spine import CELLS, SHAPE, run_cell
 
 CHUNK = 7
 ENGINES = ["ddp", "zero2", "zero3", "fsdp2"]
-
-
-def slow_but(*names: str) -> list:
-    """The engines, all but those named left to `make test-all`."""
-    return [name if name in names else pytest.param(name, marks=pytest.mark.slow) for name in ENGINES]
-
-
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("sgd")
-    torch.set_num_threads(2)
-    write_reference(folder, "sgd", **SHAPE)
-    return folder
 
 
 class Operators(TorchDispatchMode):
@@ -67,14 +55,14 @@ def run_with(reference: Path, out: Path, engine: str, sections: dict) -> tuple[i
     cell = CELLS[engine] | sections
     cell["model"] = {"path": str(reference / "checkpoint")} | cell.get("model", {})
     with Operators() as operators:
-        run_cell(reference, out, 2, "sgd", cell)
+        run_cell(reference, out, 2, "sgd", cell, ShardsWitness)
     return operators.most_logits, operators.products_by_activation()
 
 
-@pytest.mark.parametrize("engine", slow_but("fsdp2", "zero3"))
-def test_selective_recompute_and_a_chunked_head_give_the_numbers_of_one_process(world, reference, tmp_path, engine):
+@pytest.mark.parametrize("engine", slow_except(["fsdp2", "zero3"], ENGINES))
+def test_selective_recompute_and_a_chunked_head_give_the_numbers_of_one_process(world, references, tmp_path, engine):
     sections = {"model": {"gradient_checkpointing": "selective"}, "loss": {"chunk_tokens": CHUNK}}
-    for most_logits, products_by_activation in world(run_with, 2, reference, tmp_path, engine, sections):
+    for most_logits, products_by_activation in world(run_with, 2, references("sgd", SHAPE), tmp_path, engine, sections):
         assert most_logits == CHUNK
         # Gate and up in the forward pass, the gradients of down and of its input; the activation in both passes.
         assert products_by_activation == 4 / 2
@@ -84,16 +72,17 @@ def test_selective_recompute_and_a_chunked_head_give_the_numbers_of_one_process(
 @pytest.mark.parametrize(("how", "ratio"), [(False, 4 / 1), (True, 6 / 2)])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_full_recompute_computes_matrix_products_again_and_gives_the_same_numbers(
-    world, reference, tmp_path, engine, how, ratio
+    world, references, tmp_path, engine, how, ratio
 ):
-    for most_logits, got in world(run_with, 2, reference, tmp_path, engine, {"model": {"gradient_checkpointing": how}}):
+    sections = {"model": {"gradient_checkpointing": how}}
+    for most_logits, got in world(run_with, 2, references("sgd", SHAPE), tmp_path, engine, sections):
         assert got == ratio
         assert most_logits > 10 * CHUNK
 
 
 @pytest.mark.case("H1", "H4")
 @pytest.mark.parametrize("how", [pytest.param(True, marks=pytest.mark.slow), "selective"])
-@pytest.mark.parametrize("engine", slow_but("zero3"))
+@pytest.mark.parametrize("engine", slow_except(["zero3"], ENGINES))
 def test_frozen_parameters_and_recompute_give_the_gradients_of_one_process(world, tmp_path, engine, how):
     model = partly_frozen_llama()
     loss, norm, gradients = oracle(model, D8)
@@ -140,7 +129,7 @@ def train_with_branch(out, recompute, branch_is_trained):
     return Trainer(model=model, config=config, train_dataset=D8, data_collator=collate).train()
 
 
-@pytest.mark.parametrize("engine", slow_but("fsdp2"))
+@pytest.mark.parametrize("engine", slow_except(["fsdp2"], ENGINES))
 def test_predictions_are_whole_where_the_training_has_a_chunked_head(world, tmp_path, engine):
     for losses, shapes in world(evaluate_both, 2, tmp_path, engine):
         assert losses[1] == pytest.approx(losses[0], rel=1e-6)
@@ -163,7 +152,7 @@ def evaluate_both(out, engine):
     return losses, shapes
 
 
-@pytest.mark.parametrize("engine", slow_but("zero2"))
+@pytest.mark.parametrize("engine", slow_except(["zero2"], ENGINES))
 def test_a_fused_optimizer_runs_one_kernel_and_gives_the_same_weights(world, tmp_path, engine):
     for (fused, fused_calls), (plain, plain_calls) in world(with_and_without_fused, 2, tmp_path, engine):
         assert fused_calls > 0 == plain_calls

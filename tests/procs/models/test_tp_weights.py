@@ -21,8 +21,8 @@ from ds_trainer.parallel.tensor.local_weights import LocalWeights
 from ds_trainer.trainer.trainer import Trainer
 from tests.helpers.checkpoints import make_checkpoint, make_model
 from tests.helpers.runs import D8, ENGINES, collate, run_config
+from tests.helpers.shardings import SHARDINGS
 from tests.helpers.tokenizers import make_tokenizer
-from tests.unit.test_layout import SHARDINGS
 
 NINE_HEADS = {"hidden_size": 36, "num_attention_heads": 9, "num_key_value_heads": 3}
 CHECKPOINTS = {

@@ -7,8 +7,8 @@ import torch.distributed as dist
 from ds_trainer.parallel.deferred_weight_grads import weights_later
 from ds_trainer.parallel.pipeline.deferred_linear import put_off_weight_gradients
 from ds_trainer.parallel.tensor.collectives import scatter_sequence
+from tests.helpers.column_blocks import BLOCKS, B, H, T, gathered, make, split
 from tests.helpers.threads import Communication
-from tests.unit.parallel.tensor.test_column_group import BLOCKS, B, H, T, gathered, make, split
 
 SEQUENCE = pytest.param(True, id="sequence-parallel")
 

@@ -1,4 +1,4 @@
-"""What surrounds a step in a pipeline: samples, lengths, short windows, evaluation, predictions, non-finite steps."""
+"""What surrounds a step in a pipeline: lengths, short windows, evaluation, predictions, non-finite steps."""
 
 from __future__ import annotations
 
@@ -11,48 +11,12 @@ from ds_trainer.errors import ConfigError, DataError, NonFiniteError, UserError
 from tests.helpers.runs import D8, collate, largest_difference, make_trainer, weights
 from tests.helpers.tiny import samples, tiny_llama
 
-SAMPLES = 64
 SCHEDULES = ["gpipe", "1f1b", "interleaved_1f1b"]
 SPLIT_BACKWARD = ["interleaved_zero_bubble", "zbv", "dualpipev"]
 
 
 def parallel(engine: str = "ddp", **keys) -> dict:
     return {"engine": engine, "pp": 2, **keys}
-
-
-def read_an_epoch(out):
-    """Steps, the samples this rank computed on, its place, and the learning rate after the last step."""
-    seen = []
-
-    def logged(features):
-        seen.extend(feature["index"] for feature in features)
-        return collate([{"input_ids": feature["input_ids"], "labels": feature["labels"]} for feature in features])
-
-    trainer = make_trainer(
-        "ddp",
-        out,
-        rows=[row | {"index": i} for i, row in enumerate(samples(SAMPLES))],
-        given={"data_collator": logged},
-        parallel=parallel(),
-        batch={"global_size": None, "micro_size": 2, "accumulation": 2},
-        data={"shuffle": True},
-        schedule={"name": "linear"},
-        run={"max_steps": None, "epochs": 1},
-    )
-    del seen[:]  # Samples that set-up has probed.
-    trainer.train()
-    grid = trainer.run.mesh.grid
-    return trainer.state.global_step, seen, (grid.pp_rank, grid.dp_rank), trainer.engine.param_groups()[0]["lr"]
-
-
-@pytest.mark.case("A4")
-def test_an_epoch_counts_data_ranks_and_each_sees_its_own_samples(world, tmp_path):
-    everyone = world(read_an_epoch, 4, tmp_path)
-    assert [place for _, _, place, _ in everyone] == [(0, 0), (0, 1), (1, 0), (1, 1)]
-    assert all(steps == SAMPLES // (2 * 2 * 2) and lr == 0.0 for steps, *_, lr in everyone)
-    first, second = everyone[0][1], everyone[1][1]
-    assert everyone[2][1] == first and everyone[3][1] == second
-    assert sorted(first + second) == list(range(SAMPLES))
 
 
 def step(out, rows, sections: dict, steps: int, batch: dict | None = None):
@@ -205,34 +169,6 @@ def embedded(features):
 def test_batches_without_input_ids_are_refused_on_every_rank(world, tmp_path):
     for text in world(refused, 2, tmp_path, {"parallel": parallel()}, {"data_collator": embedded}):
         assert "no input_ids" in text and "parallel.pp" in text
-
-
-class DrawnAnew:
-    """Samples that depend on the rank that reads them, from the third one on, which set-up does not probe."""
-
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-
-    def __len__(self) -> int:
-        return 16
-
-    def __getitem__(self, i: int) -> dict:
-        ids = list(D8[i % 8]["input_ids"])
-        if i in (2, 3):
-            ids[1] = 3 + self.rank
-        return {"input_ids": ids, "labels": ids}
-
-
-def train_on_other_samples(out):
-    import torch.distributed as dist
-
-    return refused(out, {"parallel": parallel(), "batch": {"micro_size": 1}}, rows=DrawnAnew(dist.get_rank()))
-
-
-def test_stages_that_draw_other_samples_are_stopped_with_both_hashes(world, tmp_path):
-    texts = world(train_on_other_samples, 2, tmp_path)
-    assert len(set(texts)) == 1
-    assert "step 1: ranks that share one copy of the model hold different samples (rank" in texts[0]
 
 
 def generate(out):

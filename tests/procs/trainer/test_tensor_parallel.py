@@ -1,5 +1,4 @@
-"""What surrounds a step under tensor parallelism: samples, evaluation, predictions, text, and tensor ranks held to
-the same samples."""
+"""What surrounds a step under tensor parallelism: evaluation, predictions, texts and label smoothing."""
 
 from __future__ import annotations
 
@@ -9,52 +8,13 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from ds_trainer.errors import DataError
-from tests.helpers.runs import D8, collate, largest_difference, make_trainer, weights
-from tests.helpers.tiny import samples, tiny_llama
+from tests.helpers.runs import D8, largest_difference, make_trainer, weights
+from tests.helpers.tiny import tiny_llama
 from tests.helpers.tokenizers import make_tokenizer
-
-SAMPLES = 64
 
 
 def parallel(engine: str = "ddp", **keys) -> dict:
     return {"engine": engine, "tp": 2, **keys}
-
-
-def read_an_epoch(out):
-    """Steps, the samples this rank computed on, its place, and the learning rate after the last step."""
-    seen = []
-
-    def logged(features):
-        seen.extend(feature["index"] for feature in features)
-        return collate([{"input_ids": feature["input_ids"], "labels": feature["labels"]} for feature in features])
-
-    rows = [row | {"index": i} for i, row in enumerate(samples(SAMPLES))]
-    trainer = make_trainer(
-        "ddp",
-        out,
-        rows=rows,
-        given={"data_collator": logged},
-        parallel=parallel(),
-        batch={"global_size": None, "micro_size": 2, "accumulation": 2},
-        data={"shuffle": True},
-        schedule={"name": "linear"},
-        run={"max_steps": None, "epochs": 1},
-    )
-    del seen[:]  # Samples that set-up has probed.
-    trainer.train()
-    grid = trainer.run.mesh.grid
-    return trainer.state.global_step, seen, (grid.dp_rank, grid.tp_rank), trainer.engine.param_groups()[0]["lr"]
-
-
-@pytest.mark.case("A4")
-def test_an_epoch_counts_data_ranks_and_each_sees_its_own_samples(world, tmp_path):
-    everyone = world(read_an_epoch, 4, tmp_path)
-    assert [place for _, _, place, _ in everyone] == [(0, 0), (0, 1), (1, 0), (1, 1)]
-    assert all(steps == SAMPLES // (2 * 2 * 2) and lr == 0.0 for steps, *_, lr in everyone)
-    first, second = everyone[0][1], everyone[2][1]
-    assert everyone[1][1] == first and everyone[3][1] == second
-    assert sorted(first + second) == list(range(SAMPLES))
 
 
 def model():
@@ -153,40 +113,3 @@ def test_label_smoothing_is_over_the_whole_vocabulary(world, tmp_path):
     for got_loss, got in world(smoothed, 2, tmp_path, 2):
         assert got_loss == pytest.approx(loss, rel=1e-6)
         assert largest_difference(got, values) < 1e-5
-
-
-class DrawnAnew:
-    """Samples that depend on the rank that reads them, from the third one on, which set-up does not probe."""
-
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-
-    def __len__(self) -> int:
-        return 16
-
-    def __getitem__(self, i: int) -> dict:
-        ids = list(D8[i % 8]["input_ids"])
-        if i in (2, 3):
-            ids[1] = 3 + self.rank
-        return {"input_ids": ids, "labels": ids}
-
-
-def train_on_other_samples(out):
-    import torch.distributed as dist
-
-    trainer = make_trainer(
-        "ddp", out, rows=DrawnAnew(dist.get_rank()), parallel=parallel(), batch={"global_size": 4, "micro_size": 1}
-    )
-    try:
-        trainer.train()
-    except DataError as error:
-        return str(error)
-    return None
-
-
-@pytest.mark.case("I5")
-def test_tensor_ranks_that_draw_other_samples_are_stopped_with_both_hashes(world, tmp_path):
-    texts = world(train_on_other_samples, 4, tmp_path)
-    assert len(set(texts)) == 1
-    assert "step 1: ranks that share one copy of the model hold different samples (rank" in texts[0]
-    assert texts[0].count("hash") == 2

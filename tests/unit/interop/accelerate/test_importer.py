@@ -22,7 +22,7 @@ from tests.helpers.foreign_configs import (
     ACCELERATE_FSDP1,
     HF_ZERO3,
 )
-from tests.test_configs_shipped import WHOLE_MODELS, resolved
+from tests.helpers.shipped_configs import WHOLE_MODELS, resolved
 
 
 def imported(text, folder=Path()):

@@ -18,7 +18,7 @@ from ds_trainer.interop.deepspeed.importer import from_deepspeed
 from ds_trainer.optim import lr_factor
 from tests.helpers.deepspeed_reads import accept
 from tests.helpers.foreign_configs import DEEPSPEED_FILES
-from tests.test_configs_shipped import WHOLE_MODELS, resolved
+from tests.helpers.shipped_configs import WHOLE_MODELS, resolved
 
 GPU = Machine(2, "cuda", ("fp32", "bf16", "fp16"), "a GPU")
 

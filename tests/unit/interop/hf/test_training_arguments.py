@@ -27,7 +27,7 @@ from ds_trainer.interop.hf.notes import ENGINES, SAID, UNSAID, reason
 from ds_trainer.interop.import_report import report
 from ds_trainer.optim import lr_factor
 from ds_trainer.trainer.inputs import config_of_arguments
-from tests.test_configs_shipped import FOLDER, MACHINES, TABLE, WHOLE_MODELS
+from tests.helpers.shipped_configs import FOLDER, MACHINES, TABLE, WHOLE_MODELS
 
 CPU = Machine(2, "cpu", ("fp32",), "a CPU")
 GPU = Machine(2, "cuda", ("fp32", "bf16", "fp16"), "a GPU")
