@@ -43,7 +43,7 @@ kill-test: ops
 
 # Some types only, and no table: make matrix-tp TYPES="llama qwen3"
 matrix-tp: $(INSTALLED)
-	OMP_NUM_THREADS=1 python -m tests.matrix --types $(TYPES)
+	OMP_NUM_THREADS=1 python -m tests.matrix.tp --types $(TYPES)
 
 matrix-pp: $(INSTALLED)
 	OMP_NUM_THREADS=1 python -m tests.matrix.pp --types $(TYPES)

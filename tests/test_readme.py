@@ -239,7 +239,7 @@ def test_the_tree_lists_what_there_is():
 
 
 def test_the_levels_are_those_that_are_enforced():
-    from tests.test_architecture import LEVELS
+    from tests.helpers.levels import LEVELS
 
     stated = {
         name: int(level) for level, names in rows(ARCHITECTURE, "level") for name in re.findall(r"`(.+?)`", names)

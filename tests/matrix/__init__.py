@@ -1,1 +1,1 @@
-"""Every model type that has a tensor-parallel plan, split over two ranks and held to one process."""
+"""Every model type under tensor and pipeline parallelism, held to one process."""

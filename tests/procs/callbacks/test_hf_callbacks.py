@@ -12,6 +12,7 @@ from ds_trainer.callbacks.base import Callback
 from ds_trainer.errors import ConfigError
 from ds_trainer.metrics import EvalMetrics
 from tests.helpers.runs import D8, make_trainer
+from tests.helpers.tensorboard import scalars
 
 # A rate at which the loss on the evaluation data falls at first and rises later.
 RISING = {"lr": 30.0}

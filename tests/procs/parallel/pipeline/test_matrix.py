@@ -13,7 +13,7 @@ from ds_trainer.parallel.pipeline.cut import cut_model
 from ds_trainer.planning.checkpoint_spec import families
 from tests.matrix import pp_compare
 from tests.matrix.compare import worst
-from tests.matrix.pp import TABLE, run, table
+from tests.matrix.pp import MATRIX
 from tests.matrix.pp_compare import compare_all
 
 SAMPLE = [
@@ -92,8 +92,8 @@ def test_a_cut_that_computes_something_else_shows(world, fault, found):
 
 @pytest.mark.slow
 def test_every_model_type_is_as_the_table_in_the_docs_says():
-    outcomes = run(list(families()))
+    outcomes = MATRIX.run(list(families()))
     verdicts = {name: worst(of_sizes).verdict for name, of_sizes in outcomes.items()}
     assert "failed" not in verdicts.values(), {n: outcomes[n] for n in outcomes if verdicts[n] == "failed"}
     assert list(verdicts.values()).count("passed") >= 170
-    assert table(outcomes) == TABLE.read_text(), "run `make matrix-pp`"
+    assert MATRIX.page(outcomes) == MATRIX.path.read_text(), "run `make matrix-pp`"

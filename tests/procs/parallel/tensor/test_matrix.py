@@ -4,9 +4,8 @@ takes all.
 
 import pytest
 
-from ds_trainer.planning.checkpoint_spec import families
-from tests.matrix.__main__ import TABLE, run, table
 from tests.matrix.compare import compare_all, worst
+from tests.matrix.tp import MATRIX, types
 
 SAMPLE = ["llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral", "gemma2", "gemma3_text", "phi3", "gpt2"]
 SAMPLE += ["gpt_neox", "olmo2"]
@@ -50,8 +49,8 @@ def test_a_style_that_is_left_out_shows(world, model_type, name, style, off):
 
 @pytest.mark.slow
 def test_every_model_type_with_a_plan_is_as_the_table_in_the_docs_says():
-    outcomes = run([name for name, family in families().items() if family.tp_plan])
+    outcomes = MATRIX.run(types())
     verdicts = {name: worst(pair).verdict for name, pair in outcomes.items()}
     assert "failed" not in verdicts.values(), {n: pair for n, pair in outcomes.items() if verdicts[n] == "failed"}
     assert list(verdicts.values()).count("passed") >= 105
-    assert table(outcomes) == TABLE.read_text(), "run `make matrix-tp`"
+    assert MATRIX.page(outcomes) == MATRIX.path.read_text(), "run `make matrix-tp`"
