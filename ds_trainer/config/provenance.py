@@ -1,4 +1,4 @@
-"""What the user wrote, as against what a default says. Pure."""
+"""Which keys the user set, and where; the others have their defaults. Pure."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from ds_trainer.config.keys import default, value
 from ds_trainer.config.schema import RunConfig
 
 
-class Asked:
-    """What the user wrote, as against defaults.
+class Provenance:
+    """Where the values of a config come from: a file, the command line, or the defaults.
 
     Args:
         config: The config.
@@ -20,8 +20,8 @@ class Asked:
     def __init__(self, config: RunConfig, origins: Mapping[str, str]) -> None:
         self._config, self._origins = config, origins
 
-    def __call__(self, key: str) -> bool:
-        """Whether the user set `key` to something that asks for anything: not to null, nor to a default that is off."""
+    def is_set(self, key: str) -> bool:
+        """Whether the user set `key` to a value that has an effect: neither null nor a default of false or "none"."""
         if self.origin(key) == "default":
             return False
         item = value(self._config, key)
@@ -33,6 +33,6 @@ class Asked:
         inner = (place for name, place in self._origins.items() if name.startswith(f"{key}."))
         return own if own != "default" else next(inner, "default")
 
-    def says(self, key: str) -> str:
-        """`key is value (place)`."""
+    def describe(self, key: str) -> str:
+        """`key is value (place)`, as error texts begin."""
         return f"{key} is {json.dumps(value(self._config, key))} ({self.origin(key)})"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ds_trainer.config.provenance import Asked
+from ds_trainer.config.provenance import Provenance
 from ds_trainer.config.resolved import Machine
 from ds_trainer.config.schema import RunConfig
 from ds_trainer.errors import ConfigError, one_of
@@ -12,13 +12,13 @@ from ds_trainer.errors import ConfigError, one_of
 _RANKS = {"pp": "pipeline ranks", "tp": "tensor ranks"}
 
 
-def check_ranks(config: RunConfig, asked: Asked, machine: Machine) -> Iterator[ConfigError]:
+def check_ranks(config: RunConfig, given: Provenance, machine: Machine) -> Iterator[ConfigError]:
     """Ranks that cannot be laid out in whole copies of the model."""
     pp, tp = config.parallel.pp, config.parallel.tp
     if machine.world % (pp * tp) == 0:
         return
     axes = [axis for axis, size in (("pp", pp), ("tp", tp)) if size > 1]
-    says = " and ".join(asked.says(f"parallel.{axis}") for axis in axes)
+    says = " and ".join(given.describe(f"parallel.{axis}") for axis in axes)
     yield ConfigError(
         f"{says} on {machine.world} {'ranks' if machine.world > 1 else 'rank'}",
         f"ranks = {' x '.join(_RANKS[axis] for axis in axes)} x data ranks",

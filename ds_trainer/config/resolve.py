@@ -15,7 +15,7 @@ from ds_trainer.config.deepspeed.rules import no_effect_of_zero
 from ds_trainer.config.keys import leaf_values, value
 from ds_trainer.config.model_rules import check_class, class_warnings
 from ds_trainer.config.pp_rules import check_pipeline_model, pipeline_warnings
-from ds_trainer.config.provenance import Asked
+from ds_trainer.config.provenance import Provenance
 from ds_trainer.config.resolved import Machine, ModelSize, ResolvedConfig
 from ds_trainer.config.rules import check_machine, has_fused_kernel, no_effect_warnings
 from ds_trainer.config.schema import RunConfig
@@ -26,6 +26,8 @@ from ds_trainer.errors import ConfigError, ConfigErrors
 from ds_trainer.planning.checkpoint_spec import ModelSpec
 
 Implementation = Literal["torch", "torch_fused", "deepspeed_cpu"]
+Derived = dict[str, tuple[Any, str]]
+"""Dotted key -> value and reason."""
 
 
 def resolve(
@@ -51,62 +53,64 @@ def resolve(
             model's positions, its layers do not divide by the tensor ranks or are fewer than the stages of a pipeline,
             a buffer is smaller than its largest parameter, or `native.deepspeed` contradicts.
     """
-    errors = [*check_machine(config, origins, machine), *_check_model(config, Asked(config, origins), spec)]
+    given = Provenance(config, origins)
+    errors = [*check_machine(config, origins, machine), *_check_model(config, given, spec)]
     model_ranks = config.parallel.tp * config.parallel.pp
     if machine.world % model_ranks:
-        raise ConfigErrors(errors)  # What follows depends on the number of data ranks.
-    of_data = machine.of_data_ranks(model_ranks)
+        raise ConfigErrors(errors)  # What follows depends on the number of data-parallel ranks.
+    data_parallel = machine.of_data_ranks(model_ranks)
     derived = _precision(config, machine) | _run_values(config, machine)
     if not errors:
         derived |= derive_stages(config, spec)
     split = derived.get("parallel.pp_split", (config.parallel.pp_split,))[0]
     size = _size(config, spec, num_parameters, largest_parameter, split)
     try:
-        batch = solve_batch(config.batch, of_data.world, config.parallel.tp, _pipeline(config))
+        derived |= _batch(config, data_parallel.world)
     except ConfigError as error:
         errors.append(error)
-    else:
-        derived |= {f"batch.{name}": (getattr(batch, name), reason) for name, reason in batch.reasons.items()}
-        if config.evaluation.batch_size is None:
-            derived["evaluation.batch_size"] = (batch.micro_size, "batch.micro_size")
+    derived |= _engine_values(config, given, origins, data_parallel, size, derived)
     if backend(config) == "deepspeed":
-        dtypes = tuple(
-            derived.get(key, (value(config, key), ""))[0] for key in ("precision.dtype", "precision.grad_dtype")
-        )
-        derived |= derive_zero(config.zero, dtypes, origins, of_data, size)
-        errors += check_parameter_buffer(config.zero, origins, of_data, size)
-    elif backend(config) == "ddp" and config.ddp.find_unused_parameters is None:
-        derived["ddp.find_unused_parameters"] = (False, "every parameter of a causal LM takes part in the loss")
-    elif backend(config) == "fsdp2":
-        derived |= derive_fsdp(config, Asked(config, origins), of_data)
-    if config.optimizer.fused is None:
-        fused = _implementation(config) == "torch_fused"
-        derived["optimizer.fused"] = (
-            fused,
-            "one kernel is faster" if fused else "there is no fused kernel for it here",
-        )
+        errors += check_parameter_buffer(config.zero, origins, data_parallel, size)
     if errors:
         raise ConfigErrors(errors)
     complete = _with_values(config, {key: item for key, (item, _) in derived.items()})
-    reasons = {key: origins.get(key, "default") for key in leaf_values(config)}
-    reasons |= _open_reasons(config) | {key: reason for key, (_, reason) in derived.items()}
     resolved = ResolvedConfig(
         config=complete,
         machine=machine,
-        data_ranks=of_data.world,
+        data_ranks=data_parallel.world,
         optimizer_implementation=_implementation(complete),
         size=size,
-        reasons=reasons,
-        warnings=(
-            *_warnings(complete, origins, machine),
-            *(class_warnings(complete, spec) if spec else ()),
-            *tensor_warnings(complete, machine, spec),
-            *pipeline_warnings(complete, Asked(config, origins), spec),
-        ),
+        reasons=_reasons(config, origins, derived),
+        warnings=tuple(_warnings(complete, given, origins, machine, spec)),
     )
     if config.native.deepspeed:
         to_deepspeed(resolved)  # raises where the native block contradicts
     return resolved
+
+
+def _engine_values(
+    config: RunConfig,
+    given: Provenance,
+    origins: Mapping[str, str],
+    machine: Machine,
+    size: ModelSize,
+    derived: Derived,
+) -> Derived:
+    """Open values of the sections of the engine; `derived` has the dtypes, `machine` the data-parallel ranks only."""
+    if backend(config) == "deepspeed":
+        dtypes = tuple(
+            derived.get(key, (value(config, key), ""))[0] for key in ("precision.dtype", "precision.grad_dtype")
+        )
+        return derive_zero(config.zero, dtypes, origins, machine, size)
+    if backend(config) == "ddp" and config.ddp.find_unused_parameters is None:
+        return {"ddp.find_unused_parameters": (False, "every parameter of a causal LM takes part in the loss")}
+    return derive_fsdp(config, given, machine) if backend(config) == "fsdp2" else {}
+
+
+def _reasons(config: RunConfig, origins: Mapping[str, str], derived: Derived) -> dict[str, str]:
+    """Dotted key -> where its value comes from."""
+    reasons = {key: origins.get(key, "default") for key in leaf_values(config)}
+    return reasons | _open_reasons(config) | {key: reason for key, (_, reason) in derived.items()}
 
 
 def total_steps(num_samples: int | None, global_size: int, epochs: int | None, max_steps: int | None) -> int:
@@ -136,6 +140,19 @@ def total_steps(num_samples: int | None, global_size: int, epochs: int | None, m
     return min(bounds)
 
 
+def _batch(config: RunConfig, data_ranks: int) -> Derived:
+    """The sizes of a batch that are left open.
+
+    Raises:
+        ConfigError: The given ones contradict one another or the pipeline.
+    """
+    batch = solve_batch(config.batch, data_ranks, config.parallel.tp, _pipeline(config))
+    derived: Derived = {f"batch.{name}": (getattr(batch, name), reason) for name, reason in batch.reasons.items()}
+    if config.evaluation.batch_size is None:
+        derived["evaluation.batch_size"] = (batch.micro_size, "batch.micro_size")
+    return derived
+
+
 def _pipeline(config: RunConfig) -> Pipeline | None:
     """What the pipeline asks of the batch; nothing where it is refused anyway."""
     parallel = config.parallel
@@ -162,29 +179,29 @@ def _size(
     return ModelSize(num_parameters or None, largest or None, spec.hidden_size if spec else None)
 
 
-def _check_model(config: RunConfig, asked: Asked, spec: ModelSpec | None) -> Iterator[ConfigError]:
+def _check_model(config: RunConfig, given: Provenance, spec: ModelSpec | None) -> Iterator[ConfigError]:
     """Every fault that a checkpoint's headers and config.json show."""
     if spec is None:
         return
-    yield from _beyond_positions(config, asked, spec)
+    yield from _beyond_positions(config, given, spec)
     yield from check_class(config, spec)
-    yield from check_tensor_model(config, asked, spec)
-    yield from check_pipeline_model(config, asked, spec)
+    yield from check_tensor_model(config, given, spec)
+    yield from check_pipeline_model(config, given, spec)
 
 
-def _beyond_positions(config: RunConfig, asked: Asked, spec: ModelSpec) -> Iterator[ConfigError]:
+def _beyond_positions(config: RunConfig, given: Provenance, spec: ModelSpec) -> Iterator[ConfigError]:
     positions = spec.max_positions
     if positions and (config.data.max_length or 0) > positions:
         yield ConfigError(
-            f"{asked.says('data.max_length')}, the model has {positions} positions",
+            f"{given.describe('data.max_length')}, the model has {positions} positions",
             "a sample may not be longer than the model's positions",
             f"set data.max_length to at most {positions}",
         )
 
 
-def _precision(config: RunConfig, machine: Machine) -> dict[str, tuple[Any, str]]:
+def _precision(config: RunConfig, machine: Machine) -> Derived:
     precision = config.precision
-    derived: dict[str, tuple[Any, str]] = {}
+    derived: Derived = {}
     dtype = precision.dtype
     if dtype is None:
         dtype = "bf16" if "bf16" in machine.native_dtypes else "fp32"
@@ -204,8 +221,8 @@ def _precision(config: RunConfig, machine: Machine) -> dict[str, tuple[Any, str]
     return derived
 
 
-def _run_values(config: RunConfig, machine: Machine) -> dict[str, tuple[Any, str]]:
-    derived: dict[str, tuple[Any, str]] = {}
+def _run_values(config: RunConfig, machine: Machine) -> Derived:
+    derived: Derived = {}
     if config.run.device is None:
         derived["run.device"] = (machine.device, "the device of this machine")
     if config.data.pin_memory is None:
@@ -222,6 +239,10 @@ def _run_values(config: RunConfig, machine: Machine) -> dict[str, tuple[Any, str
         derived["run.epochs"] = (1, "one pass where nothing else bounds the run")
     if config.schedule.warmup_steps is None and config.schedule.warmup_ratio is None:
         derived["schedule.warmup_steps"] = (0, "no warm-up was asked for")
+    if config.optimizer.fused is None:
+        fused = _implementation(config) == "torch_fused"
+        reason = "one kernel is faster" if fused else "there is no fused kernel for it here"
+        derived["optimizer.fused"] = (fused, reason)
     return derived
 
 
@@ -264,14 +285,20 @@ def _implementation(config: RunConfig) -> Implementation:
     return "torch_fused" if has_fused_kernel(config) and config.optimizer.fused is not False else "torch"
 
 
-def _warnings(config: RunConfig, origins: Mapping[str, str], machine: Machine) -> list[str]:
-    found = no_effect_warnings(config, origins)
+def _warnings(
+    config: RunConfig, given: Provenance, origins: Mapping[str, str], machine: Machine, spec: ModelSpec | None
+) -> Iterator[str]:
+    """What a complete config does slowly or without effect, and what is checked at load only."""
+    yield from no_effect_warnings(config, origins)
     if backend(config) == "deepspeed":
-        found += no_effect_of_zero(config, origins, machine)
+        yield from no_effect_of_zero(config, origins, machine)
     dtype = config.precision.dtype
     if dtype not in machine.native_dtypes:
-        found.append(f"precision.dtype {dtype} is slow here: {machine.reason or machine.device}; fp32 is faster")
-    return found
+        yield f"precision.dtype {dtype} is slow here: {machine.reason or machine.device}; fp32 is faster"
+    if spec is not None:
+        yield from class_warnings(config, spec)
+    yield from tensor_warnings(config, machine, spec)
+    yield from pipeline_warnings(config, given, spec)
 
 
 def _with_values(section: Any, values: Mapping[str, Any]) -> Any:

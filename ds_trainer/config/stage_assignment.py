@@ -7,7 +7,7 @@ from math import prod
 from typing import Any
 
 from ds_trainer.config.engine_sections import ParallelConfig
-from ds_trainer.config.provenance import Asked
+from ds_trainer.config.provenance import Provenance
 from ds_trainer.config.schema import RunConfig
 from ds_trainer.config.tp_rules import shares_of
 from ds_trainer.errors import ConfigError
@@ -52,7 +52,7 @@ def parts_of(spec: ModelSpec) -> ModelParts | None:
     return parts if parts.num_layers else None
 
 
-def check_stages(config: RunConfig, asked: Asked, num_layers: int) -> Iterator[ConfigError]:
+def check_stages(config: RunConfig, given: Provenance, num_layers: int) -> Iterator[ConfigError]:
     """A model that has fewer layers than there are stages, or not as many as are dealt out."""
     parallel, stages = config.parallel, num_stages(config.parallel)
     if stages > num_layers:
@@ -64,14 +64,14 @@ def check_stages(config: RunConfig, asked: Asked, num_layers: int) -> Iterator[C
         elif fewer > 1:
             change = f"set parallel.virtual_stages to {fewer} or less"
         yield ConfigError(
-            f"{asked.says('parallel.pp')}{several}, and the model has {num_layers} "
+            f"{given.describe('parallel.pp')}{several}, and the model has {num_layers} "
             f"{'layers' if num_layers > 1 else 'layer'}",
             "each stage has one layer at least",
             change,
         )
     elif parallel.pp_split is not None and sum(parallel.pp_split) != num_layers:
         yield ConfigError(
-            f"{asked.says('parallel.pp_split')}, {sum(parallel.pp_split)} layers, and the model has {num_layers}",
+            f"{given.describe('parallel.pp_split')}, {sum(parallel.pp_split)} layers, and the model has {num_layers}",
             "each layer is on one stage",
             f"set parallel.pp_split to {stages} numbers that add up to {num_layers}, or remove it",
         )

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator
 
 from ds_trainer.config.model_rules import names_are_the_models
-from ds_trainer.config.provenance import Asked
+from ds_trainer.config.provenance import Provenance
 from ds_trainer.config.schema import RunConfig
 from ds_trainer.errors import ConfigError
 from ds_trainer.planning.checkpoint_spec import ModelSpec
@@ -16,12 +16,12 @@ from ds_trainer.planning.tp_shards import COLUMN, EMBEDDING, ROW, Shares
 _SHOWN = 8
 
 
-def check_plan(config: RunConfig, asked: Asked, shares: Shares) -> Iterator[ConfigError]:
+def check_plan(config: RunConfig, given: Provenance, shares: Shares) -> Iterator[ConfigError]:
     """Entries that match nothing, or give a style to what cannot have it; only where the model's names are known."""
     spec, override = shares.spec, shares.plan.override
     if not override or not names_are_the_models(config, spec):
         return
-    place = asked.origin("parallel.tp_plan")
+    place = given.origin("parallel.tp_plan")
     names = _names(shares)
     # A module without weights is not in the checkpoint, and of a tied model without a plan the head's name is open.
     sure = [entry for entry in _unmatched(shares, names) if _cuts(override[entry]) and not _may_be_tied(spec)]
@@ -40,7 +40,7 @@ def check_plan(config: RunConfig, asked: Asked, shares: Shares) -> Iterator[Conf
         )
     if not sure and not misfits and not _may_be_tied(spec) and not shares.cuts_anything:
         yield ConfigError(
-            f"parallel.tp_plan ({place}) leaves every layer whole, and {asked.says('parallel.tp')}",
+            f"parallel.tp_plan ({place}) leaves every layer whole, and {given.describe('parallel.tp')}",
             "without a layer that is cut every rank would train the same whole model",
             "give layers a style that cuts them, or set parallel.tp to 1",
         )

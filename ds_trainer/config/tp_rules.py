@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from ds_trainer.config.backend import backend
 from ds_trainer.config.keys import default
-from ds_trainer.config.provenance import Asked
+from ds_trainer.config.provenance import Provenance
 from ds_trainer.config.resolved import Machine
 from ds_trainer.config.schema import RunConfig
 from ds_trainer.config.tp_plan_rules import check_plan, plan_warnings, suggested
@@ -21,82 +21,83 @@ _HANGS = "torch makes the smaller groups of one tensor rank's data ranks at once
 _GROUPS_OF_ALL_RANKS = ("zero_hpz_partition_size", "zero_quantized_gradients")
 
 
-def check_tensor(config: RunConfig, asked: Asked) -> Iterator[ConfigError]:
+def check_tensor(config: RunConfig, given: Provenance) -> Iterator[ConfigError]:
     """Every fault that shows without knowing machine and model."""
     parallel = config.parallel
     if parallel.engine == "accelerate":
         return  # It is refused there as a whole.
     if parallel.tp == 1:
-        yield from _without_tp(asked)
+        yield from _without_tp(given)
         return
     if parallel.keep_gathered_input and not parallel.sequence_parallel:
         yield ConfigError(
-            f"{asked.says('parallel.keep_gathered_input')} and {asked.says('parallel.sequence_parallel')}",
+            f"{given.describe('parallel.keep_gathered_input')} and {given.describe('parallel.sequence_parallel')}",
             "a layer's input is gathered under sequence parallelism only",
             "set parallel.sequence_parallel to true or remove parallel.keep_gathered_input",
         )
     unknown = {style: None for style in (parallel.tp_plan or {}).values() if style not in STYLE_NAMES}
     if unknown:
         yield ConfigError(
-            f"parallel.tp_plan ({asked.origin('parallel.tp_plan')}) has the styles {', '.join(unknown)}",
+            f"parallel.tp_plan ({given.origin('parallel.tp_plan')}) has the styles {', '.join(unknown)}",
             "a style says how a module is cut, by its name in transformers",
             f"use {', '.join(STYLE_NAMES)}",
         )
     if config.optimizer.name == "adafactor" and backend(config) == "ddp":
         yield ConfigError(
-            f"{asked.says('optimizer.name')} and {asked.says('parallel.tp')}",
+            f"{given.describe('optimizer.name')} and {given.describe('parallel.tp')}",
             "adafactor looks at whole matrices, and tensor parallelism cuts them",
             "set optimizer.name to adamw or parallel.tp to 1",
         )
     if backend(config) == "deepspeed" and config.zero.stage == 0 and config.precision.dtype == "fp16":
         yield ConfigError(
-            f"{asked.says('precision.dtype')} at {asked.says('zero.stage')} and {asked.says('parallel.tp')}",
+            f"{given.describe('precision.dtype')} at {given.describe('zero.stage')} and "
+            f"{given.describe('parallel.tp')}",
             "tensor ranks compare their masters, which DeepSpeed keeps in one buffer here",
             "set zero.stage to 1, precision.dtype to bf16, or parallel.tp to 1",
         )
     if backend(config) == "fsdp2" and type(config.fsdp.reshard_after_forward) is int:
         yield ConfigError(
-            f"{asked.says('fsdp.reshard_after_forward')} and {asked.says('parallel.tp')}",
+            f"{given.describe('fsdp.reshard_after_forward')} and {given.describe('parallel.tp')}",
             _HANGS,
             "set fsdp.reshard_after_forward to true or false, or parallel.tp to 1",
         )
     elif backend(config) == "fsdp2" and config.zero.zero_hpz_partition_size > 1:
         yield ConfigError(
-            f"{asked.says('zero.zero_hpz_partition_size')} on fsdp2 and {asked.says('parallel.tp')}",
+            f"{given.describe('zero.zero_hpz_partition_size')} on fsdp2 and {given.describe('parallel.tp')}",
             _HANGS,
             "remove zero.zero_hpz_partition_size or set parallel.tp to 1",
         )
     for name in _GROUPS_OF_ALL_RANKS:
         if backend(config) == "deepspeed" and getattr(config.zero, name) != default(f"zero.{name}"):
             yield ConfigError(
-                f"{asked.says(f'zero.{name}')} and {asked.says('parallel.tp')}",
+                f"{given.describe(f'zero.{name}')} and {given.describe('parallel.tp')}",
                 "DeepSpeed counts off its groups among all ranks, and ranks side by side hold parts of the same layers",
                 f"remove zero.{name} or set parallel.tp to 1",
             )
 
 
-def _without_tp(asked: Asked) -> Iterator[ConfigError]:
+def _without_tp(given: Provenance) -> Iterator[ConfigError]:
     for name in _NEEDS_TP:
-        if asked(f"parallel.{name}"):
+        if given.is_set(f"parallel.{name}"):
             yield ConfigError(
-                f"{asked.says(f'parallel.{name}')} and {asked.says('parallel.tp')}",
+                f"{given.describe(f'parallel.{name}')} and {given.describe('parallel.tp')}",
                 "it is about layers that are cut over several ranks",
                 f"set parallel.tp or remove parallel.{name}",
             )
 
 
-def check_tensor_model(config: RunConfig, asked: Asked, spec: ModelSpec) -> Iterator[ConfigError]:
+def check_tensor_model(config: RunConfig, given: Provenance, spec: ModelSpec) -> Iterator[ConfigError]:
     """A model without a plan or that it does not fit, or whose heads and widths do not divide."""
     if config.parallel.tp == 1:
         return
     if shares := shares_of(config, spec):
         if refused := refusal(config.parallel.tp, shares.units()):
             found, rule, change = refused
-            yield ConfigError(f"{found} ({asked.origin('parallel.tp')})", rule, change)
-        yield from check_plan(config, asked, shares)
+            yield ConfigError(f"{found} ({given.origin('parallel.tp')})", rule, change)
+        yield from check_plan(config, given, shares)
     elif spec.family is not None:
         yield ConfigError(
-            f"{asked.says('parallel.tp')}, and there is no plan for model type {spec.model_type!r}",
+            f"{given.describe('parallel.tp')}, and there is no plan for model type {spec.model_type!r}",
             "a plan says which layers are cut and how; without one every rank would train the same whole model",
             f"{suggested(spec)}; or set parallel.tp to 1",
         )

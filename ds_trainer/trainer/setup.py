@@ -27,7 +27,7 @@ from ds_trainer.callbacks.trackers import check_trackers
 from ds_trainer.checkpoint.shard_reader import StoredWeights
 from ds_trainer.checkpoint.store import STATE
 from ds_trainer.config.accelerate.launcher_conflicts import check_launched
-from ds_trainer.config.provenance import Asked
+from ds_trainer.config.provenance import Provenance
 from ds_trainer.config.rank_rules import check_ranks
 from ds_trainer.config.resolve import resolve
 from ds_trainer.config.resolved import Machine, ResolvedConfig
@@ -102,7 +102,7 @@ def _grid(config: RunConfig, origins: dict[str, str]) -> Grid:
         ConfigErrors: The ranks cannot be laid out along them.
     """
     grid = grid_from_environment()
-    if misfits := list(check_ranks(config, Asked(config, origins), Machine(grid.world))):
+    if misfits := list(check_ranks(config, Provenance(config, origins), Machine(grid.world))):
         raise ConfigErrors(misfits)
     return replace(grid, tp_size=config.parallel.tp, pp_size=config.parallel.pp)
 
@@ -143,7 +143,7 @@ def _assemble_on(mesh: Mesh, machine: Machine, config: RunConfig, origins: dict[
         eval_prompts = prompts_to_continue(resolved.config.evaluation, eval_loader, model, tokenizer, positions)
         shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
         trained = {name: shapes[name] for name, p in model.named_parameters() if p.requires_grad}
-        staged, split = _cut_up(model, resolved, Asked(config, origins), shapes, trained, positions, mesh)
+        staged, split = _cut_up(model, resolved, Provenance(config, origins), shapes, trained, positions, mesh)
         loss = _loss(model, split, staged, resolved, given, mesh)
         if checkpoint is not None:
             check_model(checkpoint, trained)
@@ -181,7 +181,7 @@ def _assemble_on(mesh: Mesh, machine: Machine, config: RunConfig, origins: dict[
 def _cut_up(
     model: Any,
     resolved: ResolvedConfig,
-    asked: Asked,
+    given: Provenance,
     shapes: Mapping[str, tuple[int, ...]],
     trained: Iterable[str],
     positions: int | None,
@@ -192,7 +192,7 @@ def _cut_up(
     Args:
         model: The model.
         resolved: The run's config.
-        asked: What the user has set.
+        given: Where the values of the config come from.
         shapes: Full shape of every parameter.
         trained: Names of those that are trained.
         positions: The most that the model takes.
@@ -205,7 +205,7 @@ def _cut_up(
     mesh.monitor.runs_stages(own, num_stages(parallel))
     if parallel.pp == 1:
         return None, split
-    ranges = resolved.stages or _deal_out_layers(model, resolved, asked, shapes, positions)
+    ranges = resolved.stages or _deal_out_layers(model, resolved, given, shapes, positions)
     owners = {stage: rank for rank in range(parallel.pp) for stage in stages_of(*layout, rank)}
     staged = cut_model(model, ranges, own, owners.__getitem__)
     _require_trained(trained, staged, parallel.pp)
@@ -226,7 +226,11 @@ def _require_trained(trained: Iterable[str], staged: StagedModel, num_ranks: int
 
 
 def _deal_out_layers(
-    model: Any, resolved: ResolvedConfig, asked: Asked, shapes: Mapping[str, tuple[int, ...]], positions: int | None
+    model: Any,
+    resolved: ResolvedConfig,
+    given: Provenance,
+    shapes: Mapping[str, tuple[int, ...]],
+    positions: int | None,
 ) -> Ranges:
     """The layers of every stage of a model whose checkpoint has not told them."""
     text = model.config.get_text_config(decoder=True) if isinstance(model, PreTrainedModel) else None
@@ -235,7 +239,7 @@ def _deal_out_layers(
         raise refusal(
             f"{type(model).__name__} has no layers with numbers", "stages are made of a language model's layers"
         )
-    if faults := list(check_stages(resolved.config, asked, parts.num_layers)):
+    if faults := list(check_stages(resolved.config, given, parts.num_layers)):
         raise ConfigErrors(faults)
     return deal_out(resolved.config, parts, positions)
 
