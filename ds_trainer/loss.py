@@ -99,7 +99,7 @@ class CausalLMLoss:
 
 
 class ChunkedCausalLMLoss(CausalLMLoss):
-    """The same, computed inside the model's forward, which `models.chunked_head` has changed for it."""
+    """The same, computed inside the model's forward, which `models.chunked_cross_entropy` has changed for it."""
 
     def inputs(self, batch: Batch) -> dict[str, Any]:
         """Everything, the labels already shifted."""

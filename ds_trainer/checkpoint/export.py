@@ -19,11 +19,11 @@ from transformers.dynamic_module_utils import custom_object_save
 from ds_trainer.errors import MachineError, ModelError
 from ds_trainer.files import partial_path, sync
 from ds_trainer.host.free_space import space_fault
-from ds_trainer.models.buffers import persistent_buffers
+from ds_trainer.models.checkpoint_weights import CheckpointWeights
 from ds_trainer.models.conversions import Recipe, export_recipes, tied_groups
-from ds_trainer.models.hf import set_use_cache
-from ds_trainer.models.skeleton import empty_twin, written_class
-from ds_trainer.models.weights import CheckpointWeights
+from ds_trainer.models.load_weights import persistent_buffers
+from ds_trainer.models.pretrained import set_use_cache
+from ds_trainer.models.skeleton import meta_copy, written_class
 
 _WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json")
 
@@ -81,7 +81,7 @@ def _write(
     try:
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
-        twin = empty_twin(model, dtype)
+        twin = meta_copy(model, dtype)
         _require_space(aside, twin)
         writer = _ShardWriter(aside, shard_bytes)
         for name, tensor in _to_checkpoint_form(tensors, model, twin):
@@ -209,7 +209,7 @@ def write_model_files(
     config.dtype = str(dtype).removeprefix("torch.")
     set_use_cache(config, getattr(model, "source_use_cache", True))
     if model.is_remote_code():
-        custom_object_save(empty_twin(model), folder, config=config)  # type: ignore[arg-type]  # Annotated as a dict, used as a config.
+        custom_object_save(meta_copy(model), folder, config=config)  # type: ignore[arg-type]  # Annotated as a dict, used as a config.
     config.save_pretrained(folder)
     if model.can_generate():
         # Not save_pretrained: it refuses settings that real checkpoints ship, such as a temperature without sampling.

@@ -18,10 +18,10 @@ from ds_trainer.engines.dtypes import TORCH_DTYPES
 from ds_trainer.errors import CheckpointError
 from ds_trainer.log import get_logger
 from ds_trainer.models.build import build_model
-from ds_trainer.models.hf import load_tokenizer
 from ds_trainer.models.hub import resolve_folder
+from ds_trainer.models.load_weights import fill_buffers
+from ds_trainer.models.pretrained import load_tokenizer
 from ds_trainer.models.weight_source import WeightSource
-from ds_trainer.models.weights import fill_buffers
 from ds_trainer.planning.checkpoint_spec import read_spec
 
 

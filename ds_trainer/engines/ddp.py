@@ -36,8 +36,8 @@ from ds_trainer.engines.introspect import (
 from ds_trainer.engines.state_handles import MASTER, State, entry, live
 from ds_trainer.errors import EngineError, ModelError
 from ds_trainer.layout import ParameterSlice
+from ds_trainer.models.load_weights import load_full
 from ds_trainer.models.weight_source import WeightSource
-from ds_trainer.models.weights import load_full
 from ds_trainer.parallel.model_split import ModelSplit
 
 # Renamed in torch 2.13, which warns about the old name.

@@ -11,15 +11,15 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 
-def blocks(model: nn.Module) -> list[nn.Module]:
+def transformer_blocks(model: nn.Module) -> list[nn.Module]:
     """The modules that transformers says are not to be split; none where the model does not say, or is not its own."""
     names = set(getattr(model, "_no_split_modules", None) or ()) if isinstance(model, PreTrainedModel) else set()
     return [module for module in model.modules() if type(module).__name__ in names]
 
 
-def stacks(model: nn.Module) -> Iterator[tuple[nn.Module, nn.ModuleList]]:
+def block_lists(model: nn.Module) -> Iterator[tuple[nn.Module, nn.ModuleList]]:
     """The lists of blocks of the language model, each with its owner; not those of an encoder of images beside it."""
-    found = set(blocks(model))
+    found = set(transformer_blocks(model))
     decoder = model.get_decoder() if isinstance(model, PreTrainedModel) else model
     for owner in decoder.modules():
         for child in owner.children():
@@ -34,14 +34,14 @@ def has_parameters(module: nn.Module) -> bool:
     return any(parameter is not None for parameter in module._parameters.values())
 
 
-def hidden_states(args: tuple, kwargs: dict[str, Any]) -> torch.Tensor:
+def get_hidden_states(args: tuple, kwargs: dict[str, Any]) -> torch.Tensor:
     """The hidden states that a block is given: its first tensor."""
     found: list[torch.Tensor] = []
-    with_hidden_states(args, kwargs, found.append)
+    map_hidden_states(args, kwargs, found.append)
     return found[0]
 
 
-def with_hidden_states(
+def map_hidden_states(
     args: tuple, kwargs: dict[str, Any], function: Callable[[torch.Tensor], Any]
 ) -> tuple[tuple, dict[str, Any]]:
     """A block's arguments with the hidden states replaced by the function's result."""
@@ -51,8 +51,8 @@ def with_hidden_states(
     return args, kwargs | {name: function(kwargs[name])}
 
 
-def gradients_beside(args: tuple, kwargs: dict[str, Any]) -> list[str]:
+def other_differentiable_args(args: tuple, kwargs: dict[str, Any]) -> list[str]:
     """Numbers and names of a block's arguments that carry a gradient, beside the hidden states."""
-    args, kwargs = with_hidden_states(args, kwargs, lambda hidden: None)
+    args, kwargs = map_hidden_states(args, kwargs, lambda hidden: None)
     arguments = (*enumerate(args), *kwargs.items())
     return [str(name) for name, value in arguments if isinstance(value, torch.Tensor) and value.requires_grad]

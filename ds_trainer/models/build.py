@@ -11,11 +11,11 @@ from transformers import PreTrainedModel
 
 from ds_trainer.config.schema import RunConfig
 from ds_trainer.errors import ConfigError, ModelError
+from ds_trainer.models.checkpoint_weights import CheckpointWeights
 from ds_trainer.models.compile import compile_blocks
-from ds_trainer.models.hf import build_skeleton, prepare_for_training
-from ds_trainer.models.resize import fit_embeddings
+from ds_trainer.models.pretrained import build_skeleton, prepare_for_training
+from ds_trainer.models.resize import resize_embeddings_to_fit
 from ds_trainer.models.weight_source import ModuleWeights, WeightSource
-from ds_trainer.models.weights import CheckpointWeights
 from ds_trainer.planning.checkpoint_spec import ModelSpec
 
 
@@ -60,7 +60,7 @@ def build_model(
                 "set checkpoint.export to false and save the model yourself",
             )
     if tokenizer is not None and isinstance(model, PreTrainedModel):
-        weights = fit_embeddings(model, tokenizer, weights, config)
+        weights = resize_embeddings_to_fit(model, tokenizer, weights, config)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ModelError(
             f"no parameter of {type(model).__name__} requires a gradient",

@@ -12,7 +12,7 @@ from torch import nn
 
 from ds_trainer.errors import ModelError
 from ds_trainer.log import get_logger
-from ds_trainer.models.blocks import blocks
+from ds_trainer.models.blocks import transformer_blocks
 
 
 def compile_blocks(model: nn.Module) -> None:
@@ -24,7 +24,7 @@ def compile_blocks(model: nn.Module) -> None:
     Raises:
         ModelError: The model names no blocks.
     """
-    found = blocks(model)
+    found = transformer_blocks(model)
     if not found:
         raise ModelError(
             f"model.compile is true and {type(model).__name__} names no blocks",

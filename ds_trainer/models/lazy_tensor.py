@@ -22,24 +22,24 @@ class NotRecordedError(Exception):
     """An operation that writes into a tensor or mixes in values from elsewhere."""
 
 
-class Unread(torch.Tensor):
+class LazyTensor(torch.Tensor):
     """A tensor with a shape, and a way to read any box of it.
 
     Args:
         shape: Its shape.
         dtype: Its format.
         fill: Reads a box of it.
-        by_parts: False where reading any box reads the whole tensor.
+        sliceable: False where reading any box reads the whole tensor.
     """
 
-    by_parts: bool
+    sliceable: bool
 
     @staticmethod
-    def __new__(cls, shape: tuple[int, ...], dtype: torch.dtype, fill: Fill, by_parts: bool = True) -> Unread:  # noqa: D102
+    def __new__(cls, shape: tuple[int, ...], dtype: torch.dtype, fill: Fill, sliceable: bool = True) -> LazyTensor:  # noqa: D102
         return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=torch.device("meta"))
 
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, fill: Fill, by_parts: bool = True) -> None:
-        self.fill, self.by_parts = fill, by_parts
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, fill: Fill, sliceable: bool = True) -> None:
+        self.fill, self.sliceable = fill, sliceable
 
     def read_slice(self, wanted: TensorSlice) -> torch.Tensor:
         """The values of a box."""
@@ -56,7 +56,7 @@ class Unread(torch.Tensor):
         """
         kwargs = kwargs or {}
         tensors = [item for item in tree_flatten((args, kwargs))[0] if isinstance(item, torch.Tensor)]
-        operands = [tensor for tensor in tensors if isinstance(tensor, Unread)]
+        operands = [tensor for tensor in tensors if isinstance(tensor, LazyTensor)]
         if func._schema.is_mutable or len(operands) < len(tensors):
             raise NotRecordedError(str(func))
         made = func(*tree_map(_shape_only, args), **tree_map(_shape_only, kwargs))
@@ -64,19 +64,19 @@ class Unread(torch.Tensor):
         several = isinstance(made, list | tuple)
         results = list(made) if several else [made]
         if rearranged is not None:
-            fills, by_parts = rearranged(*args, **kwargs), all(operand.by_parts for operand in operands)
+            fills, sliceable = rearranged(*args, **kwargs), all(operand.sliceable for operand in operands)
         else:
-            fills, by_parts = [_redo(func, args, kwargs, i if several else None) for i in range(len(results))], False
-        unread = [cls(tuple(t.shape), t.dtype, fill, by_parts) for t, fill in zip(results, fills, strict=True)]
+            fills, sliceable = [_redo(func, args, kwargs, i if several else None) for i in range(len(results))], False
+        unread = [cls(tuple(t.shape), t.dtype, fill, sliceable) for t, fill in zip(results, fills, strict=True)]
         return unread if several else unread[0]
 
 
 def _shape_only(item: Any) -> Any:
-    return torch.empty(item.shape, dtype=item.dtype, device="meta") if isinstance(item, Unread) else item
+    return torch.empty(item.shape, dtype=item.dtype, device="meta") if isinstance(item, LazyTensor) else item
 
 
 def _values(item: Any) -> Any:
-    return item.read_slice(TensorSlice.whole(item.shape)) if isinstance(item, Unread) else item
+    return item.read_slice(TensorSlice.whole(item.shape)) if isinstance(item, LazyTensor) else item
 
 
 def _redo(func: Any, args: Any, kwargs: Any, number: int | None) -> Fill:
@@ -87,7 +87,7 @@ def _redo(func: Any, args: Any, kwargs: Any, number: int | None) -> Fill:
     return fill
 
 
-def _stack(tensors: list[Unread], dim: int = 0) -> list[Fill]:
+def _stack(tensors: list[LazyTensor], dim: int = 0) -> list[Fill]:
     dim %= tensors[0].dim() + 1
 
     def fill(out: torch.Tensor, wanted: TensorSlice) -> None:
@@ -101,7 +101,7 @@ def _stack(tensors: list[Unread], dim: int = 0) -> list[Fill]:
     return [fill]
 
 
-def _concatenate(tensors: list[Unread], dim: int = 0) -> list[Fill]:
+def _concatenate(tensors: list[LazyTensor], dim: int = 0) -> list[Fill]:
     dim %= tensors[0].dim()
 
     def fill(out: torch.Tensor, wanted: TensorSlice) -> None:
@@ -118,7 +118,7 @@ def _concatenate(tensors: list[Unread], dim: int = 0) -> list[Fill]:
     return [fill]
 
 
-def _transpose(tensor: Unread, dim0: int, dim1: int) -> list[Fill]:
+def _transpose(tensor: LazyTensor, dim0: int, dim1: int) -> list[Fill]:
     def swapped(sizes: tuple[int, ...]) -> tuple[int, ...]:
         out = list(sizes)
         out[dim0], out[dim1] = out[dim1], out[dim0]
@@ -130,7 +130,7 @@ def _transpose(tensor: Unread, dim0: int, dim1: int) -> list[Fill]:
     return [fill]
 
 
-def _from(tensor: Unread, dim: int, begin: int) -> Fill:
+def _from(tensor: LazyTensor, dim: int, begin: int) -> Fill:
     """What lies along `dim` from `begin` on."""
 
     def fill(out: torch.Tensor, wanted: TensorSlice) -> None:
@@ -139,11 +139,11 @@ def _from(tensor: Unread, dim: int, begin: int) -> Fill:
     return fill
 
 
-def _split(tensor: Unread, size: int, dim: int = 0) -> list[Fill]:
+def _split(tensor: LazyTensor, size: int, dim: int = 0) -> list[Fill]:
     return [_from(tensor, dim % tensor.dim(), begin) for begin in range(0, tensor.shape[dim], size)]
 
 
-def _split_with_sizes(tensor: Unread, sizes: list[int], dim: int = 0) -> list[Fill]:
+def _split_with_sizes(tensor: LazyTensor, sizes: list[int], dim: int = 0) -> list[Fill]:
     return [_from(tensor, dim % tensor.dim(), sum(sizes[:i])) for i in range(len(sizes))]
 
 

@@ -18,7 +18,7 @@ from ds_trainer.log import get_logger
 from ds_trainer.models.weight_source import WeightSource
 
 
-class GrownEmbeddings(WeightSource):
+class ResizedEmbeddings(WeightSource):
     """A `WeightSource` that answers with more rows than another one holds.
 
     Args:
@@ -67,7 +67,7 @@ class GrownEmbeddings(WeightSource):
         return self._weights.stored_dtype(name)
 
 
-def fit_embeddings(
+def resize_embeddings_to_fit(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     weights: WeightSource | None,
@@ -108,7 +108,7 @@ def fit_embeddings(
         ", ".join(grown),
     )
     if weights is not None:
-        return GrownEmbeddings(weights, grown)
+        return ResizedEmbeddings(weights, grown)
     for name in grown:
         value = model.state_dict()[name]
         value[rows:] = value[:rows].float().mean(0).to(value.dtype)

@@ -34,7 +34,7 @@ def skeleton(build: Build, dtype: torch.dtype) -> PreTrainedModel:
     return _keep_in_fp32(model if filled else _parameters_on_meta(build), dtype)
 
 
-def empty_twin(model: PreTrainedModel, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+def meta_copy(model: PreTrainedModel, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """A model of the same class and config, parameters on meta and ties in place; its buffers hold nothing of use.
 
     An engine may have cut the parameters of `model` itself to this rank's shards, so that their shapes say nothing.

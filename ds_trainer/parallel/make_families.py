@@ -16,7 +16,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from ds_trainer.errors import ModelError
 from ds_trainer.models.extra_tp_plans import OWN_PLANS
-from ds_trainer.models.scaled_down import causal_lm, scaled_down
+from ds_trainer.models.small_configs import causal_lm_classes, small_configs
 from ds_trainer.parallel.pipeline.verify_cut import proven
 from ds_trainer.planning.checkpoint_spec import CONFIG_KEYS
 
@@ -49,7 +49,7 @@ def stages(model_type: str) -> dict[str, Any]:
 
     transformers has plans of half of the types, and these leave some modules out.
     """
-    classes: tuple[Any, Any] = causal_lm(model_type)
+    classes: tuple[Any, Any] = causal_lm_classes(model_type)
     try:
         plan = proven(*classes).plan
     except ModelError as error:
@@ -59,12 +59,12 @@ def stages(model_type: str) -> dict[str, Any]:
 
 def _tp_plan(model_type: str) -> dict[str, str]:
     """The plan that an instance of the type's class has, which puts names of inner models and of the head together."""
-    cls, config_class = causal_lm(model_type)
+    cls, config_class = causal_lm_classes(model_type)
     parts = (config_class, *config_class.sub_configs.values())
     if not any(getattr(part, "base_model_tp_plan", None) for part in parts):
         return {}
     plan: dict[str, str] = {}
-    for config in scaled_down(config_class):
+    for config in small_configs(config_class):
         try:
             with torch.device("meta"):
                 plan |= cls(config).tp_plan

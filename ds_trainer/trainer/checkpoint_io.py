@@ -20,7 +20,7 @@ from ds_trainer.engines.base import Engine
 from ds_trainer.engines.state_handles import MASTER
 from ds_trainer.errors import CheckpointError
 from ds_trainer.log import rank
-from ds_trainer.models.buffers import persistent_buffers
+from ds_trainer.models.load_weights import persistent_buffers
 from ds_trainer.trainer.resume_checks import describe_layout
 from ds_trainer.trainer.run import Run
 

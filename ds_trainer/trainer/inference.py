@@ -20,7 +20,7 @@ from ds_trainer.engines.base import Engine
 from ds_trainer.errors import ConfigError
 from ds_trainer.log import get_logger
 from ds_trainer.metrics import EvalMetrics
-from ds_trainer.models.buffers import persistent_buffers
+from ds_trainer.models.load_weights import persistent_buffers
 from ds_trainer.run_folder import GENERATIONS, MODEL
 from ds_trainer.trainer.checkpoint_io import best_parameters
 from ds_trainer.trainer.eval_samples import continued, keep, show

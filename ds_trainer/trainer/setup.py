@@ -56,9 +56,9 @@ from ds_trainer.launch.rank_grid import Grid
 from ds_trainer.log import get_logger, warn_once
 from ds_trainer.loss import LossFunction, make_loss
 from ds_trainer.models.build import build_model
-from ds_trainer.models.chunked_head import chunk_head
-from ds_trainer.models.hf import is_causal_lm, load_tokenizer
+from ds_trainer.models.chunked_cross_entropy import chunk_cross_entropy
 from ds_trainer.models.hub import resolve_folder
+from ds_trainer.models.pretrained import is_causal_lm, load_tokenizer
 from ds_trainer.models.weight_source import ModuleWeights, WeightSource
 from ds_trainer.optim import hand_over, make_optimizer
 from ds_trainer.parallel.model_split import ModelSplit
@@ -281,7 +281,7 @@ def _loss(
     cross_entropy = make_cross_entropy(model, split, mesh, config.label_smoothing)
     loss = make_loss(type(model).__name__, is_causal_lm(model), config, given.compute_loss_func, cross_entropy)
     if config.chunk_tokens is not None and has_head:
-        chunk_head(model, config.chunk_tokens, cross_entropy)
+        chunk_cross_entropy(model, config.chunk_tokens, cross_entropy)
     return loss
 
 

@@ -19,8 +19,8 @@ from ds_trainer.launch.environment import grid_from_environment
 from ds_trainer.layout import TensorSharding
 from ds_trainer.log import get_logger
 from ds_trainer.loss import CrossEntropy, shifted_labels
-from ds_trainer.models.scaled_down import VOCAB, causal_lm, scaled_down
 from ds_trainer.models.skeleton import skeleton
+from ds_trainer.models.small_configs import VOCAB, causal_lm_classes, small_configs
 from ds_trainer.models.weight_source import ModuleWeights
 from ds_trainer.parallel.model_split import ModelSplit
 from ds_trainer.parallel.tensor.local_weights import LocalWeights
@@ -85,8 +85,8 @@ def worst(outcomes: tuple[Outcome, ...] | list[Outcome]) -> Outcome:
 
 
 def _compare_type(model_type: str, parallel: ParallelConfig, mesh: Mesh) -> Outcome:
-    cls, config_class = causal_lm(model_type)
-    configs = scaled_down(config_class)
+    cls, config_class = causal_lm_classes(model_type)
+    configs = small_configs(config_class)
     plan = plan_for(model_type, parallel.tp_plan)
     if plan is None:
         return Outcome("failed", "there is no plan")

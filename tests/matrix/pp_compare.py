@@ -20,7 +20,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from ds_trainer.errors import ModelError
 from ds_trainer.log import get_logger
 from ds_trainer.loss import IGNORE_INDEX, shifted_labels
-from ds_trainer.models.scaled_down import VOCAB, causal_lm, scaled_down
+from ds_trainer.models.small_configs import VOCAB, causal_lm_classes, small_configs
 from ds_trainer.parallel.pipeline.cut import StagedModel, cut_model
 from ds_trainer.parallel.pipeline.verify_cut import proven
 from tests.matrix.compare import Outcome, differences, randomise, worst
@@ -64,12 +64,12 @@ def compare_all(types: list[str]) -> dict[str, tuple[Outcome, ...]]:
 
 
 def _compare_type(model_type: str) -> tuple[Outcome, ...]:
-    cls, config_class = causal_lm(model_type)
+    cls, config_class = causal_lm_classes(model_type)
     try:
         layers = proven(cls, config_class).plan.layers
     except ModelError as error:
         return (_refused(error),) * len(SIZES)
-    configs = [_odd(config, tied) for tied in (False, True) for config in scaled_down(config_class, max(SIZES))]
+    configs = [_odd(config, tied) for tied in (False, True) for config in small_configs(config_class, max(SIZES))]
     outcomes = [_compare(cls, config, layers) for config in configs]
     return tuple(worst(of_size) for of_size in zip(*outcomes, strict=True))
 

@@ -52,8 +52,8 @@ from ds_trainer.errors import EngineError
 from ds_trainer.host.deepspeed_ops import disable_shm_comm
 from ds_trainer.host.swap_folder import SwapFolder
 from ds_trainer.layout import ParameterSlice
+from ds_trainer.models.load_weights import load_full
 from ds_trainer.models.weight_source import WeightSource
-from ds_trainer.models.weights import load_full
 from ds_trainer.parallel.model_split import ModelSplit
 
 _COUNTS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ds_trainer.config.input_sections import ModelConfig
-from ds_trainer.models.blocks import blocks
+from ds_trainer.models.blocks import transformer_blocks
 from ds_trainer.parallel.tensor.linear import ColumnParallelLinear
 
 
@@ -26,7 +26,7 @@ def gather_together(model: nn.Module, config: ModelConfig) -> None:
         model: The model, before DeepSpeed cuts it.
         config: The config's model section.
     """
-    whole = blocks(model) if config.compile or config.gradient_checkpointing == "selective" else []
+    whole = transformer_blocks(model) if config.compile or config.gradient_checkpointing == "selective" else []
     inside = {part for block in whole for part in block.modules()}
     whole += [module for module in model.modules() if module not in inside and _holds_column_group(module)]
     if not whole:

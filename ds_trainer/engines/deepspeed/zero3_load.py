@@ -16,8 +16,8 @@ from torch import nn
 from ds_trainer.distributed.process_groups import Mesh
 from ds_trainer.engines.deepspeed.mpu import ModelParallelUnit
 from ds_trainer.layout import even_flat_range
+from ds_trainer.models.load_weights import fill_buffers, set_value
 from ds_trainer.models.weight_source import WeightSource
-from ds_trainer.models.weights import fill_buffers, set_value
 
 
 class _OwnSlices(deepspeed.zero.Init):

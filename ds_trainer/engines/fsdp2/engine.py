@@ -37,8 +37,8 @@ from ds_trainer.engines.introspect import (
 )
 from ds_trainer.engines.state_handles import MASTER, State, entry, live
 from ds_trainer.layout import ParameterSlice
+from ds_trainer.models.load_weights import fill_buffers
 from ds_trainer.models.weight_source import WeightSource
-from ds_trainer.models.weights import fill_buffers
 from ds_trainer.parallel.model_split import ModelSplit
 
 

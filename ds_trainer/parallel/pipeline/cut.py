@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ds_trainer.errors import ModelError
-from ds_trainer.models.hf import is_causal_lm
+from ds_trainer.models.pretrained import is_causal_lm
 from ds_trainer.parallel.patching import stock_class
 from ds_trainer.parallel.pipeline.stages import Ranges, StagedModel, cut_stages
 from ds_trainer.parallel.pipeline.trace_model import refusal

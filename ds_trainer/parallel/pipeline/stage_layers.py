@@ -16,7 +16,7 @@ from typing import Any, overload
 
 from torch import nn
 
-from ds_trainer.models.blocks import gradients_beside, hidden_states, with_hidden_states
+from ds_trainer.models.blocks import get_hidden_states, map_hidden_states, other_differentiable_args
 from ds_trainer.parallel.pipeline.placeholder import without_values
 from ds_trainer.parallel.pipeline.stage_context import Passage, StageDone
 from ds_trainer.parallel.pipeline.trace_model import carries_more
@@ -81,7 +81,7 @@ class StageLayers(nn.ModuleList):
 
     def _pass_on(self, layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
         self.passage.require(layer)
-        hidden = hidden_states(args, kwargs)
+        hidden = get_hidden_states(args, kwargs)
         return hidden if self.outputs is None else (hidden, *[None] * (self.outputs - 1))
 
     def _enter(self, layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -89,15 +89,15 @@ class StageLayers(nn.ModuleList):
         hidden_BtH = self.passage.require(layer).hidden_BtH
         if (stack := stack_of(layer)) is not None:
             stack.enter()
-        args, kwargs = with_hidden_states(args, kwargs, lambda _: hidden_BtH)
+        args, kwargs = map_hidden_states(args, kwargs, lambda _: hidden_BtH)
         return layer(*args, **kwargs)
 
     def _leave(self, layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
         if (stack := stack_of(layer)) is not None:
             stack.leave()
-        if lost := gradients_beside(args, kwargs):
+        if lost := other_differentiable_args(args, kwargs):
             raise carries_more(type(layer).__name__, lost)
-        raise StageDone(hidden_states(args, kwargs))
+        raise StageDone(get_hidden_states(args, kwargs))
 
 
 class _StandIn:

@@ -18,8 +18,8 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from ds_trainer.errors import ModelError
-from ds_trainer.models.blocks import gradients_beside, has_parameters, stacks
-from ds_trainer.models.scaled_down import VOCAB, scaled_down
+from ds_trainer.models.blocks import block_lists, has_parameters, other_differentiable_args
+from ds_trainer.models.small_configs import VOCAB, small_configs
 from ds_trainer.planning.pp_plan import StagePlan
 
 MIN_LAYERS = 3  # A first one, a last one, and one that is neither.
@@ -78,7 +78,7 @@ def observe(cls: type[PreTrainedModel], config_class: type[PretrainedConfig]) ->
 
 def twins(cls: type[PreTrainedModel], config_class: type[PretrainedConfig]) -> Iterator[PreTrainedModel]:
     """Scaled-down models of a class with random values, the same each time, without dropout."""
-    for config in scaled_down(config_class, MIN_LAYERS):
+    for config in small_configs(config_class, MIN_LAYERS):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             twin = cls(deepcopy(config))
@@ -124,7 +124,7 @@ def _observe(twin: PreTrainedModel) -> Observation:
 def _lists(model: PreTrainedModel) -> list[str]:
     """The lists of a model's blocks, or, where it does not say what they are, its lists that are in no other."""
     names = {module: name for name, module in model.named_modules()}
-    if of_blocks := [names[layers] for _, layers in stacks(model)]:
+    if of_blocks := [names[layers] for _, layers in block_lists(model)]:
         return of_blocks
     lists = [name for module, name in names.items() if isinstance(module, nn.ModuleList) and list(module.parameters())]
     return [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
@@ -153,7 +153,7 @@ class _Watch:
     def _note(self, name: str, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         self._calls.append(name)
         if name in self._later:
-            self._carried.update(gradients_beside(args, kwargs))
+            self._carried.update(other_differentiable_args(args, kwargs))
 
     def _note_output(self, name: str, module: nn.Module, args: tuple, output: Any) -> None:
         self._returned[name] = len(output) if isinstance(output, tuple) else None

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from ds_trainer.errors import ModelError
-from ds_trainer.models.blocks import has_parameters, stacks, with_hidden_states
+from ds_trainer.models.blocks import block_lists, has_parameters, map_hidden_states
 from ds_trainer.parallel.patching import derive
 from ds_trainer.parallel.tensor.block_structure import called, exit_of, final_norm, is_pointwise
 from ds_trainer.parallel.tensor.collectives import scatter_sequence
@@ -51,7 +51,7 @@ def cut_sequences(splitter: Splitter, own_masks: bool) -> None:
         ModelError: The model does not say what its blocks are, or skips some of them at random.
     """
     model = splitter.model
-    found = list(stacks(model))
+    found = list(block_lists(model))
     if not found:
         raise _refusal(
             f"{type(model).__name__} does not say what its blocks are",
@@ -138,7 +138,7 @@ class _Stack:
                 f"{type(block).__name__} is run again before what the last block returned was used",
                 "sequences are cut at the first block and gathered behind the last one",
             )
-        return with_hidden_states(args, kwargs, self._scattered)
+        return map_hidden_states(args, kwargs, self._scattered)
 
     def _scattered(self, hidden_BTH: torch.Tensor) -> torch.Tensor:
         if hidden_BTH.shape[:2] != self._shape:
@@ -224,7 +224,7 @@ class _Stack:
         """While a block runs on cut sequences."""
         assert cut.length is not None
         hidden: list[torch.Tensor] = []
-        rest = with_hidden_states(args, kwargs, hidden.append)
+        rest = map_hidden_states(args, kwargs, hidden.append)
         whole = [value for name, value in (*enumerate(rest[0]), *rest[1].items()) if name not in cut.parts]
         seed = draw_seed() if self._own_masks and block.training else None
         before, self.positions = self.positions, Positions(hidden[0], tensors(whole), cut.length, self._group, seed)

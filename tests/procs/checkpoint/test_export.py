@@ -14,8 +14,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from ds_trainer.checkpoint.export import export_model
 from ds_trainer.config.input_sections import ModelConfig
 from ds_trainer.errors import MachineError, ModelError
-from ds_trainer.models.hf import build_skeleton
-from ds_trainer.models.weights import CheckpointWeights, load_full
+from ds_trainer.models.checkpoint_weights import CheckpointWeights
+from ds_trainer.models.load_weights import load_full
+from ds_trainer.models.pretrained import build_skeleton
 from tests.helpers.checkpoints import KINDS, edit_config, make_checkpoint, make_model
 from tests.helpers.tokenizers import CHAT_TEMPLATE, make_tokenizer
 

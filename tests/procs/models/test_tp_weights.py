@@ -12,10 +12,9 @@ from safetensors.torch import load_file
 
 from ds_trainer.config.input_sections import ModelConfig
 from ds_trainer.layout import TensorSharding, TensorSlice
-from ds_trainer.models.hf import build_skeleton
-from ds_trainer.models.resize import fit_embeddings
+from ds_trainer.models.pretrained import build_skeleton
+from ds_trainer.models.resize import resize_embeddings_to_fit
 from ds_trainer.models.weight_source import ModuleWeights
-from ds_trainer.models.weights import CheckpointWeights
 from ds_trainer.parallel.model_split import ModelSplit
 from ds_trainer.parallel.tensor.local_weights import LocalWeights
 from ds_trainer.trainer.trainer import Trainer
@@ -107,7 +106,7 @@ def test_embeddings_grow_by_the_rows_of_one_process(world, tmp_path, engine, kin
 def test_boxes_of_grown_embeddings_are_cuts_of_the_whole_tensor(tmp_path):
     folder = make_checkpoint(tmp_path, "phi", vocab_size=270)
     model, config = build_skeleton(folder, ModelConfig(), torch.float32), ModelConfig(resize_embeddings=True)
-    weights = fit_embeddings(model, make_tokenizer(), CheckpointWeights(folder, model), config)
+    weights = resize_embeddings_to_fit(model, make_tokenizer(), CheckpointWeights(folder, model), config)
     for name in ("model.embed_tokens.weight", "lm_head.bias"):
         whole = weights.view(name)
         for first, last in ((0, 100), (100, 270), (260, 280), (270, 290), (285, len(whole))):

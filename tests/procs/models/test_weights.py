@@ -14,11 +14,11 @@ from ds_trainer import log
 from ds_trainer.config.input_sections import ModelConfig
 from ds_trainer.errors import ConfigError, ModelError
 from ds_trainer.layout import TensorSlice
-from ds_trainer.models import conversions
-from ds_trainer.models import weights as weights_module
-from ds_trainer.models.hf import build_skeleton, is_causal_lm, load_tokenizer, prepare_for_training
-from ds_trainer.models.resize import fit_embeddings
-from ds_trainer.models.weights import CheckpointWeights, load_full
+from ds_trainer.models import checkpoint_weights, conversions
+from ds_trainer.models.checkpoint_weights import CheckpointWeights
+from ds_trainer.models.load_weights import load_full
+from ds_trainer.models.pretrained import build_skeleton, is_causal_lm, load_tokenizer, prepare_for_training
+from ds_trainer.models.resize import resize_embeddings_to_fit
 from tests.helpers.checkpoints import KINDS, edit_config, make_checkpoint, make_model
 from tests.helpers.rss import rss_anon_peak
 from tests.helpers.tokenizers import make_tokenizer
@@ -126,8 +126,8 @@ def test_of_tensors_that_are_merged_or_split_on_load_a_box_reads_only_what_it_ho
     def counting(path):
         return {name: replace(t, data=Counting(t.data, read)) for name, t in open_safetensors(path).items()}
 
-    open_safetensors = weights_module._open_safetensors
-    monkeypatch.setattr(weights_module, "_open_safetensors", counting)
+    open_safetensors = checkpoint_weights._open_safetensors
+    monkeypatch.setattr(checkpoint_weights, "_open_safetensors", counting)
     weights = CheckpointWeights(folder, model)
     for name, parameter in model.named_parameters():
         if len(shape := tuple(parameter.shape)) == 1:
@@ -274,7 +274,7 @@ def test_embeddings_grow_to_the_tokenizer_with_the_mean_of_the_old_rows(tmp_path
     config = ModelConfig(resize_embeddings=True, pad_embeddings_to_multiple_of=16)
     rows = -(-len(tokenizer) // 16) * 16
     model = build_skeleton(folder, config, torch.float32)
-    weights = fit_embeddings(model, tokenizer, CheckpointWeights(folder, model), config)
+    weights = resize_embeddings_to_fit(model, tokenizer, CheckpointWeights(folder, model), config)
     assert model.config.vocab_size == rows > len(tokenizer) > 270
     name = "model.embed_tokens.weight"
     whole = weights.read(name, torch.float32)
@@ -292,7 +292,7 @@ def test_embeddings_grow_to_the_tokenizer_with_the_mean_of_the_old_rows(tmp_path
 
 def test_a_model_instance_grows_in_place(tmp_path):
     model, old = make_model("llama", vocab_size=270), make_model("llama", vocab_size=270)
-    assert fit_embeddings(model, make_tokenizer(), None, ModelConfig(resize_embeddings=True)) is None
+    assert resize_embeddings_to_fit(model, make_tokenizer(), None, ModelConfig(resize_embeddings=True)) is None
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         value, before = model.state_dict()[name], old.state_dict()[name]
         assert torch.equal(value[:270], before)
@@ -302,7 +302,7 @@ def test_a_model_instance_grows_in_place(tmp_path):
 def test_token_ids_beyond_the_embedding_are_refused_unless_it_may_grow(tmp_path):
     model = make_model("llama", vocab_size=270)
     with pytest.raises(ModelError, match=r"model\.resize_embeddings"):
-        fit_embeddings(model, make_tokenizer(), None, ModelConfig())
+        resize_embeddings_to_fit(model, make_tokenizer(), None, ModelConfig())
 
 
 def test_a_fitting_embedding_is_left_alone_even_when_it_may_grow(tmp_path):
@@ -310,7 +310,7 @@ def test_a_fitting_embedding_is_left_alone_even_when_it_may_grow(tmp_path):
     model = build_skeleton(folder, ModelConfig(), torch.float32)
     weights = CheckpointWeights(folder, model)
     config = ModelConfig(resize_embeddings=True, pad_embeddings_to_multiple_of=256)
-    assert fit_embeddings(model, load_tokenizer(config, folder), weights, config) is weights
+    assert resize_embeddings_to_fit(model, load_tokenizer(config, folder), weights, config) is weights
 
 
 def test_activation_checkpointing_recomputes_and_leaves_gradients_unchanged(tmp_path):

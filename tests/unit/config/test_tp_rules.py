@@ -255,14 +255,15 @@ class OneOf:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_told_from_headers_is_what_the_split_makes(tmp_path, kind):
-    from ds_trainer.models.scaled_down import causal_lm, scaled_down
+    from ds_trainer.models.small_configs import causal_lm_classes, small_configs
     from ds_trainer.parallel.tensor.parallelize import split_model
 
-    cls, config_class = causal_lm(kind)
-    cls(scaled_down(config_class)[0]).save_pretrained(tmp_path)
+    cls, config_class = causal_lm_classes(kind)
+    cls(small_configs(config_class)[0]).save_pretrained(tmp_path)
     shares = Shares(read_spec(str(tmp_path)), plan_for(kind))
     for tp in (2, 3, 4, 8):
-        model, mesh = cls(scaled_down(config_class)[0]), SimpleNamespace(tp_group=OneOf(tp), grid=Grid(tp, tp_size=tp))
+        model = cls(small_configs(config_class)[0])
+        mesh = SimpleNamespace(tp_group=OneOf(tp), grid=Grid(tp, tp_size=tp))
         mesh.tp_host_group = mesh.tp_group
         if refused := refusal(tp, shares.units()):
             with pytest.raises(ModelError) as caught:

@@ -9,7 +9,7 @@ from transformers import BertConfig, BertLMHeadModel, CohereConfig, CohereForCau
 
 from ds_trainer.errors import ModelError
 from ds_trainer.loss import CausalLMLoss, ChunkedCausalLMLoss, CrossEntropy, with_logits
-from ds_trainer.models.chunked_head import chunk_head
+from ds_trainer.models.chunked_cross_entropy import chunk_cross_entropy
 from tests.helpers.checkpoints import VOCAB, make_model
 from tests.helpers.runs import D8, collate
 
@@ -58,7 +58,7 @@ def run(model, loss, batch):
 
 def chunked(model, smoothing=0.0):
     """A deep copy, as an average of the weights over time keeps one, which must not run the original's parameters."""
-    chunk_head(model, CHUNK, CrossEntropy(smoothing))
+    chunk_cross_entropy(model, CHUNK, CrossEntropy(smoothing))
     twin = copy.deepcopy(model)
     for parameter in model.parameters():
         parameter.data.fill_(torch.nan)
@@ -99,7 +99,7 @@ def test_low_precision_logits_are_summed_in_fp32():
 
 def test_whole_logits_and_generation_stay_the_class_s_own():
     model, batch = MODELS["tied"]().eval(), collate(D8)
-    chunk_head(model, CHUNK, CrossEntropy())
+    chunk_cross_entropy(model, CHUNK, CrossEntropy())
     loss = with_logits(ChunkedCausalLMLoss(CrossEntropy(0.1)))
     assert model(**loss.inputs(batch)).logits.shape == (*batch["labels"].shape, VOCAB)
     assert loss.cross_entropy.label_smoothing == 0.1
@@ -110,4 +110,4 @@ def test_whole_logits_and_generation_stay_the_class_s_own():
 def test_a_head_of_several_layers_is_refused():
     model = BertLMHeadModel(BertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=4, is_decoder=True))
     with pytest.raises(ModelError, match="beside its body and its head: cls.predictions.transform.dense.weight"):
-        chunk_head(model, CHUNK, CrossEntropy())
+        chunk_cross_entropy(model, CHUNK, CrossEntropy())

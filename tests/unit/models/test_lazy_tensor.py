@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ds_trainer.layout import TensorSlice
-from ds_trainer.models.lazy_tensor import NotRecordedError, Unread
+from ds_trainer.models.lazy_tensor import LazyTensor, NotRecordedError
 
 
 class Stored:
@@ -13,7 +13,7 @@ class Stored:
     def __init__(self, *tensors):
         self.read = 0
         self.tensors = tensors
-        self.unread = [Unread(tuple(t.shape), t.dtype, self._fill(t)) for t in tensors]
+        self.unread = [LazyTensor(tuple(t.shape), t.dtype, self._fill(t)) for t in tensors]
 
     def _fill(self, tensor):
         def fill(out, wanted):
@@ -59,7 +59,7 @@ def test_a_rearrangement_reads_of_its_sources_what_the_box_holds_and_no_more(mak
     for wanted in slices(expected.shape):
         stored = Stored(*matrices(number))
         made = make(stored.unread)
-        assert (made.shape, made.dtype, made.by_parts, stored.read) == (expected.shape, expected.dtype, True, 0)
+        assert (made.shape, made.dtype, made.sliceable, stored.read) == (expected.shape, expected.dtype, True, 0)
         assert torch.equal(made.read_slice(wanted), expected[wanted.index])
         assert stored.read == wanted.numel
 
@@ -67,7 +67,7 @@ def test_a_rearrangement_reads_of_its_sources_what_the_box_holds_and_no_more(mak
 @pytest.mark.parametrize("make", REDONE.values(), ids=REDONE)
 def test_any_other_operation_is_redone_on_whole_tensors_and_says_so(make):
     expected, made = make(matrices(2)), make(Stored(*matrices(2)).unread)
-    assert (made.shape, made.dtype, made.by_parts) == (expected.shape, expected.dtype, False)
+    assert (made.shape, made.dtype, made.sliceable) == (expected.shape, expected.dtype, False)
     for wanted in slices(expected.shape):
         assert torch.equal(made.read_slice(wanted), expected[wanted.index])
 

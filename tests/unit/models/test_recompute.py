@@ -13,9 +13,9 @@ from ds_trainer.config.input_sections import ModelConfig
 from ds_trainer.config.schema import RunConfig
 from ds_trainer.config.training_sections import CheckpointConfig
 from ds_trainer.errors import ConfigError, ModelError
-from ds_trainer.models import recompute
+from ds_trainer.models import activation_checkpointing
 from ds_trainer.models.build import build_model
-from ds_trainer.models.hf import prepare_for_training
+from ds_trainer.models.pretrained import prepare_for_training
 from tests.helpers.runs import D8, collate
 from tests.helpers.tiny import tiny_llama
 
@@ -86,7 +86,7 @@ def test_selective_is_refused_where_transformers_recomputes_hooks_too(monkeypatc
         def __call__(self):
             """As before transformers 5.24."""
 
-    monkeypatch.setattr(recompute, "GradientCheckpointingLayer", Layer)
+    monkeypatch.setattr(activation_checkpointing, "GradientCheckpointingLayer", Layer)
     prepare_for_training(tiny_llama(), ModelConfig(gradient_checkpointing=True))
     with pytest.raises(ModelError, match="recomputes a block together with its hooks"):
         prepare_for_training(tiny_llama(), ModelConfig(gradient_checkpointing="selective"))

@@ -74,11 +74,11 @@ def test_layers_are_found_beside_towers_of_vision_and_layers_for_further_tokens(
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "mixtral", "gemma3_text", "deepseek_v2", "qwen3_next"])
 def test_headers_and_the_built_model_cost_the_same(tmp_path, kind):
     from ds_trainer.config.stage_assignment import parts_of
-    from ds_trainer.models.scaled_down import causal_lm, scaled_down
+    from ds_trainer.models.small_configs import causal_lm_classes, small_configs
     from ds_trainer.planning.checkpoint_spec import read_spec
 
-    cls, config_class = causal_lm(kind)
-    model = cls(scaled_down(config_class)[0])
+    cls, config_class = causal_lm_classes(kind)
+    model = cls(small_configs(config_class)[0])
     model.save_pretrained(tmp_path)
     facts = {name: getattr(model.config, name) for name in FACTS if hasattr(model.config, name)}
     built = ModelParts({n: tuple(p.shape) for n, p in model.named_parameters()}, facts)

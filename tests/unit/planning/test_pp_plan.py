@@ -39,13 +39,13 @@ def test_no_module_is_both_before_and_after_the_layers_or_holds_them(model_type)
 def test_what_transformers_plans_name_is_where_they_have_it():
     import torch
 
-    from ds_trainer.models.scaled_down import causal_lm, scaled_down
+    from ds_trainer.models.small_configs import causal_lm_classes, small_configs
 
     agreeing = 0
     for name, plan in PLANS.items():
-        cls, config_class = causal_lm(name)
+        cls, config_class = causal_lm_classes(name)
         with torch.device("meta"):
-            model = cls(scaled_down(config_class)[0])
+            model = cls(small_configs(config_class)[0])
         theirs = [n for n in model.pp_plan if n.startswith(plan.layers.rpartition(".")[0])]
         if plan.layers in theirs:
             at = theirs.index(plan.layers)

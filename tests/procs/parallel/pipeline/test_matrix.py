@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 
-from ds_trainer.models.blocks import with_hidden_states
+from ds_trainer.models.blocks import map_hidden_states
 from ds_trainer.parallel.make_families import stages
 from ds_trainer.parallel.pipeline.cut import cut_model
 from ds_trainer.planning.checkpoint_spec import families
@@ -59,7 +59,7 @@ def scales_what_it_receives(model, ranges, own_stages, owner_of):
     if own_stages[0] > 0:
         layer = model.get_submodule(f"model.layers.{ranges[own_stages[0]][0]}")
         layer.register_forward_pre_hook(
-            lambda module, args, kwargs: with_hidden_states(args, kwargs, lambda hidden: 1.375 * hidden),
+            lambda module, args, kwargs: map_hidden_states(args, kwargs, lambda hidden: 1.375 * hidden),
             with_kwargs=True,
         )
     return staged

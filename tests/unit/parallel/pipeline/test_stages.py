@@ -28,7 +28,7 @@ from transformers import (
 
 from ds_trainer.errors import ModelError
 from ds_trainer.loss import CrossEntropy, shifted_labels
-from ds_trainer.models.chunked_head import chunk_head
+from ds_trainer.models.chunked_cross_entropy import chunk_cross_entropy
 from ds_trainer.parallel.pipeline.cut import cut_model
 from ds_trainer.parallel.pipeline.stage_layers import StageLayers
 from tests.helpers.tiny import tiny_llama
@@ -170,7 +170,7 @@ def test_the_last_stage_computes_its_loss_in_chunks():
     whole = make("gemma3")
     inputs, ranks = inputs_of("padded"), (0, 1)
     models, _ = cut(whole, [(0, 2), (2, 4)], ranks)
-    chunk_head(models[1], 4, CrossEntropy())
+    chunk_cross_entropy(models[1], 4, CrossEntropy())
     hidden = models[0](pipeline_stage=0, **inputs)
     labels = shifted_labels(inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100))
     chunked = models[1](pipeline_stage=1, hidden_states=hidden, shifted_labels=labels, **inputs)["loss_sum"]

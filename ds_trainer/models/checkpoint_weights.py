@@ -12,15 +12,14 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from torch import nn
 from transformers import PreTrainedModel
 
 from ds_trainer.errors import ModelError
 from ds_trainer.layout import ParameterSlice, TensorSlice, rows_covering
 from ds_trainer.log import warn_once
 from ds_trainer.models.conversions import Recipe, load_recipes, tied_groups
-from ds_trainer.models.lazy_tensor import Fill, NotRecordedError, Unread
-from ds_trainer.models.skeleton import empty_twin
+from ds_trainer.models.lazy_tensor import Fill, LazyTensor, NotRecordedError
+from ds_trainer.models.skeleton import meta_copy
 from ds_trainer.models.weight_source import WeightSource
 from ds_trainer.planning.checkpoint_spec import pickled_files, read_headers, safetensors_files
 
@@ -52,15 +51,15 @@ class _Stored:
     def read_slice(self, wanted: TensorSlice) -> torch.Tensor:
         return self.data[wanted.index] if self.shape else self.whole()
 
-    def unread(self) -> Unread:
-        return Unread(self.shape, self.dtype, lambda out, wanted: out.copy_(self.read_slice(wanted)))
+    def unread(self) -> LazyTensor:
+        return LazyTensor(self.shape, self.dtype, lambda out, wanted: out.copy_(self.read_slice(wanted)))
 
 
 @dataclass(frozen=True)
 class _Converted:
     """A tensor that is made from others on load."""
 
-    unread: Unread
+    unread: LazyTensor
     operations: str
 
     @property
@@ -86,7 +85,7 @@ class _Converted:
         return self.unread.read_slice(wanted)
 
     def _say_if_whole(self) -> None:
-        if not self.unread.by_parts:
+        if not self.unread.sliceable:
             warn_once(f"tensors made by {self.operations} on load are read whole by every rank, one at a time")
 
 
@@ -106,7 +105,7 @@ class CheckpointWeights(WeightSource):
 
     def __init__(self, folder: str, model: PreTrainedModel, allow_pickle: bool = False) -> None:
         self._folder = folder
-        self._twin = empty_twin(model)
+        self._twin = meta_copy(model)
         self._files = (
             _open_pickled(folder, allow_pickle) if not safetensors_files(folder) else _open_safetensors(folder)
         )
@@ -154,7 +153,8 @@ class CheckpointWeights(WeightSource):
         except NotRecordedError:
             shapes = recipe.run(lambda source: self._files[source].whole().to("meta"), self._twin)
             made = {
-                n: Unread(tuple(t.shape), t.dtype, self._redo(recipe, n), by_parts=False) for n, t in shapes.items()
+                n: LazyTensor(tuple(t.shape), t.dtype, self._redo(recipe, n), sliceable=False)
+                for n, t in shapes.items()
             }
         return {name: _Converted(unread, recipe.operations) for name, unread in made.items()}
 
@@ -208,38 +208,6 @@ class CheckpointWeights(WeightSource):
                 "every parameter that is not tied to another is read from the checkpoint, none is made up",
                 "set model.path to a complete checkpoint, or model.auto_class to the class it was saved from",
             )
-
-
-def load_full(model: nn.Module, weights: WeightSource, device: torch.device, dtype: torch.dtype) -> None:
-    """Fills a model with whole tensors, one at a time; ties stay ties.
-
-    Args:
-        model: Skeleton with parameters on meta, or an instance.
-        weights: Where the values are read from.
-        device: Where they go.
-        dtype: Format of the floating-point parameters.
-    """
-    for name, parameter in model.named_parameters():
-        value = weights.read(name, dtype if parameter.is_floating_point() else parameter.dtype)
-        set_value(parameter, value.to(device))
-    fill_buffers(model, weights, device)
-
-
-def set_value(parameter: nn.Parameter, value: torch.Tensor) -> None:
-    """Gives a parameter, on meta or not, a value; the object stays, so modules and optimizers that share it keep it."""
-    if parameter.is_meta:
-        torch.utils.swap_tensors(parameter, nn.Parameter(value, requires_grad=parameter.requires_grad))
-    else:
-        parameter.data = value
-
-
-def fill_buffers(model: nn.Module, weights: WeightSource, device: torch.device) -> None:
-    """Reads the persistent buffers and moves the others, which the skeleton has computed, to the device."""
-    persistent = model.state_dict().keys()
-    for name, buffer in list(model.named_buffers()):
-        parent, _, leaf = name.rpartition(".")
-        value = weights.read(name, buffer.dtype) if name in persistent else buffer
-        setattr(model.get_submodule(parent), leaf, value.to(device))
 
 
 def _open_safetensors(folder: str) -> dict[str, _Stored]:

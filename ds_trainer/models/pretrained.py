@@ -14,8 +14,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from ds_trainer.config.input_sections import ModelConfig
 from ds_trainer.errors import ConfigError, ModelError
+from ds_trainer.models.activation_checkpointing import enable_activation_checkpointing
 from ds_trainer.models.hub import resolve_folder
-from ds_trainer.models.recompute import recompute_activations
 from ds_trainer.models.skeleton import skeleton
 from ds_trainer.planning.checkpoint_spec import quantized_error
 
@@ -66,7 +66,7 @@ def prepare_for_training(model: PreTrainedModel, model_config: ModelConfig) -> N
         model.source_use_cache = getattr(model.config.get_text_config(), "use_cache", True)  # type: ignore[assignment]
     set_use_cache(model.config, False)
     if model_config.gradient_checkpointing:
-        recompute_activations(model, model_config.gradient_checkpointing)
+        enable_activation_checkpointing(model, model_config.gradient_checkpointing)
     model.train()
 
 

@@ -113,14 +113,14 @@ VARIANTS: dict[str, tuple[dict[str, Any], ...]] = {
 }
 
 
-def causal_lm(model_type: str) -> tuple[type[PreTrainedModel], type[PretrainedConfig]]:
+def causal_lm_classes(model_type: str) -> tuple[type[PreTrainedModel], type[PretrainedConfig]]:
     """The class that `AutoModelForCausalLM` makes of a config of the type, and the class of the config it gets."""
     cls = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type])
     config_class = CONFIG_MAPPING[model_type]
     return cls, next((part for part in config_class.sub_configs.values() if part == cls.config_class), config_class)
 
 
-def scaled_down(config_class: type[PretrainedConfig], min_layers: int = 2) -> list[PretrainedConfig]:
+def small_configs(config_class: type[PretrainedConfig], min_layers: int = 2) -> list[PretrainedConfig]:
     """Small configs of a class, without dropout, with one layer of each kind that the default config has.
 
     More than one where one cannot have all modules of the type's plans.

@@ -31,7 +31,7 @@ EXPENSIVE = frozenset(
 """Operators whose results selective checkpointing keeps: nearly all of a block's time, and some of its memory."""
 
 
-def recompute_activations(model: PreTrainedModel, how: Literal[True, "selective"]) -> None:
+def enable_activation_checkpointing(model: PreTrainedModel, how: Literal[True, "selective"]) -> None:
     """Computes the activations of each block again in the backward pass, all of them or all but `EXPENSIVE` ones.
 
     Never reentrant: that variant needs inputs with a gradient, which a frozen embedding does not give, and DDP would

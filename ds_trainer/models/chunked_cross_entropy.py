@@ -28,7 +28,7 @@ from ds_trainer.errors import ModelError
 from ds_trainer.loss import IGNORE_INDEX, CrossEntropy
 
 
-def chunk_head(model: PreTrainedModel, chunk_tokens: int, cross_entropy: CrossEntropy) -> None:
+def chunk_cross_entropy(model: PreTrainedModel, chunk_tokens: int, cross_entropy: CrossEntropy) -> None:
     """Lets the model's forward take `shifted_labels`; it then returns `loss_sum` alone, computed chunk by chunk.
 
     Without `shifted_labels` the forward is the class's own. To be called before an engine wraps the model.
