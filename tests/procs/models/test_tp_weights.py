@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from ds_trainer.config.input_sections import ModelConfig
 from ds_trainer.layout import TensorSharding, TensorSlice
+from ds_trainer.models.checkpoint_weights import CheckpointWeights
 from ds_trainer.models.pretrained import build_skeleton
 from ds_trainer.models.resize import resize_embeddings_to_fit
 from ds_trainer.models.weight_source import ModuleWeights
