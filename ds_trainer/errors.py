@@ -43,7 +43,23 @@ class UserError(DsTrainerError):
 
 
 class DesyncError(UserError):
-    """Ranks are at different places of the run: a call that all must make was made by some."""
+    """Ranks are at different places of the run: some made a call that all have to make."""
+
+    @classmethod
+    def entered_by_some(cls, place: str, ranks: list[int], site: str, others: str) -> DesyncError:
+        """The error of a place that some ranks entered.
+
+        Args:
+            place: Its name, such as "save_model()".
+            ranks: The ranks that entered it.
+            site: file:line of their call.
+            others: What the other ranks do, as text.
+        """
+        return cls(
+            f"{place} was entered by ranks {ranks} only, at {site}; {others}",
+            "all ranks have to enter it, since they wait for one another there",
+            "make this call on every rank; rank 0 alone writes what there is to write",
+        )
 
 
 class ConfigError(UserError):

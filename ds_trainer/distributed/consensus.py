@@ -108,8 +108,4 @@ def _desync(everyone: list[tuple[str, str]]) -> DesyncError:
         ranks.setdefault(place, []).append(rank)
     few, *others = sorted(ranks, key=lambda place: (len(ranks[place]), not place.endswith("()"), ranks[place]))
     elsewhere = "; ".join(f"ranks {ranks[place]} are at {place} ({everyone[ranks[place][0]][1]})" for place in others)
-    return DesyncError(
-        f"{few} was entered by ranks {ranks[few]} only, at {everyone[ranks[few][0]][1]}; {elsewhere}",
-        "all ranks meet there, and wait for one another",
-        "make this call on every rank; what is written is written by rank 0 by itself",
-    )
+    return DesyncError.entered_by_some(few, ranks[few], everyone[ranks[few][0]][1], elsewhere)

@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from ds_trainer.distributed.rendezvous import join_store
 from ds_trainer.errors import MachineError
+from ds_trainer.health.hang import DEFAULTS, Timeouts
 from ds_trainer.health.monitor import Monitor, start_monitor
-from ds_trainer.health.status import DEFAULTS, Timeouts
 from ds_trainer.launch.rank_grid import Grid
 
 T = TypeVar("T")

@@ -1,4 +1,4 @@
-"""Waits that are known to be right: on a download, another run's lock, a tracker's server. Pure."""
+"""Waits that are right: on a download, another run's lock, a tracker's server."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _depth = 0
 
 @contextmanager
 def expected_wait() -> Iterator[None]:
-    """Announces that this process may stand still inside the block: no monitor takes it for stuck meanwhile."""
+    """Announces that this process may stand still inside the block: the watchdog does not take it for stuck."""
     global _depth
     _depth += 1
     try:

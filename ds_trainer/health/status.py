@@ -1,50 +1,70 @@
-"""What a rank tells the others about itself once a second, and what follows from what all have told. Pure."""
+"""What a rank reports of itself: where it is in the run, and whether it does anything."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ds_trainer.errors import RankFailedError
-from ds_trainer.health.rank_position import Whereabouts
+_SHOWN = 16
 
 
-@dataclass(frozen=True)
-class Timeouts:
-    """How long is too long.
+@dataclass
+class RankPosition:
+    """Where a rank is in the run.
 
     Args:
-        stuck_s: `run.stuck_timeout_s`.
-        collective_s: `run.collective_timeout_s`.
+        place: The part of the run, such as "step 4" or "evaluate()".
+        step: The step it computes or has last computed, counted from 1; None before the first.
+        samples: The samples it works on, as text.
+        guard_depth: How many of the trainer's calls it is inside of; 0 in the user's code between them.
+        waiting_at: The place at which it waits for the consensus of all ranks; "" elsewhere.
+        stages: Its pipeline stages, as text; "" without a pipeline.
     """
 
-    stuck_s: float = 20.0
-    collective_s: float = 1800.0
+    place: str = "set-up"
+    step: int | None = None
+    samples: str = ""
+    guard_depth: int = 0
+    waiting_at: str = ""
+    stages: str = ""
 
+    def of(self, rank: int) -> str:
+        """The position as text: `rank 1 (stage 2 of 2), step 4, samples [3, 7]`."""
+        step = "" if self.step is None else f"step {self.step}"
+        place = "" if self.place == step else self.place
+        who = f"rank {rank} ({self.stages})" if self.stages else f"rank {rank}"
+        return ", ".join(part for part in (who, place, step, self.samples) if part)
 
-DEFAULTS = Timeouts()
+    def to_json(self) -> str:
+        """One line of JSON."""
+        return json.dumps(self, default=vars)
+
+    @classmethod
+    def from_json(cls, text: str) -> RankPosition:
+        """Reads what `to_json` wrote."""
+        return cls(**json.loads(text))
 
 
 @dataclass(frozen=True)
 class Status:
-    """What one rank tells.
+    """One rank's report, about once a second.
 
     Args:
-        beat: Number of this report; one that does not grow is old.
-        whereabouts: Where it is.
-        idle_s: For how long it has done nothing, or has waited in an agreement.
-        waits: Whether its main thread stands in a collective.
-        patient: Whether it may stand still.
+        beat: Number of this report; a report whose number does not grow is old.
+        position: Where the rank is.
+        idle_s: For how long it has done nothing, or has waited for the consensus of all ranks.
+        waits: Whether its main thread is inside a collective.
+        expected_wait: Whether it is right to stand still.
         doing: Innermost code of the user's, with file and line.
         stack: The innermost calls, once it has been idle for a while.
     """
 
     beat: int
-    whereabouts: Whereabouts
+    position: RankPosition
     idle_s: float
     waits: bool
-    patient: bool
+    expected_wait: bool
     doing: str
     stack: str = ""
 
@@ -54,76 +74,21 @@ class Status:
 
     @classmethod
     def from_json(cls, text: str) -> Status:
-        """What `to_json` wrote."""
+        """Reads what `to_json` wrote."""
         fields = json.loads(text)
-        return cls(**fields | {"whereabouts": Whereabouts(**fields["whereabouts"])})
+        return cls(**fields | {"position": RankPosition(**fields["position"])})
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """A failure that shows only when the reports of all ranks are laid side by side.
-
-    Args:
-        error: What to say.
-        stacks: What the culprits are doing.
-    """
-
-    error: RankFailedError
-    stacks: str
+def stage_text(stages: Sequence[int], of: int) -> str:
+    """`stage 2 of 4`, `stages 1 and 3 of 4`: stage numbers that start at 0, shown from 1."""
+    numbers = " and ".join(str(stage + 1) for stage in stages)
+    return f"stage{'s' if len(stages) > 1 else ''} {numbers} of {of}"
 
 
-def judge(statuses: Mapping[int, Status], timeouts: Timeouts) -> Verdict | None:
-    """Finds a run that stands still for ever, or ranks that let the others wait for too long.
-
-    A run stands still when no rank does anything: then nothing is left that could move one of them. A rank in code
-    between the trainer's calls may take its time, and so may one that is patient.
-
-    Args:
-        statuses: The latest report of every rank that has not ended.
-        timeouts: How long is too long.
-    """
-    waiting = [rank for rank, status in statuses.items() if status.waits]
-    others = [rank for rank in statuses if rank not in waiting]
-    still = all(s.whereabouts.guarded and not s.patient and s.idle_s >= timeouts.stuck_s for s in statuses.values())
-    if still:
-        return _stuck(statuses, others or waiting, waiting if others else [], timeouts.stuck_s)
-    late = any(not statuses[rank].patient for rank in others) and any(
-        statuses[rank].idle_s >= timeouts.collective_s for rank in waiting
-    )
-    return _never_came(statuses, others, waiting, timeouts.collective_s) if late else None
-
-
-def _stuck(statuses: Mapping[int, Status], culprits: list[int], waiting: list[int], stuck_s: float) -> Verdict:
-    kept = f"; ranks {waiting} wait at {_places(statuses, waiting)}" if waiting else ""
-    subject = f"rank {culprits[0]} is" if len(culprits) == 1 else f"ranks {culprits} are"
-    return _verdict(
-        statuses,
-        culprits,
-        f"{subject} stuck, nothing computed, read or written for {stuck_s:g} s: {_where(statuses, culprits)}{kept}",
-        "a run in which no rank does anything will never move again",
-        "mend what it waits for; where it is right to wait for so long, raise run.stuck_timeout_s",
-    )
-
-
-def _never_came(statuses: Mapping[int, Status], culprits: list[int], waiting: list[int], limit_s: float) -> Verdict:
-    return _verdict(
-        statuses,
-        culprits,
-        f"ranks {waiting} have waited {limit_s:g} s at {_places(statuses, waiting)} for {_where(statuses, culprits)}",
-        "ranks meet in collectives, and wait there for one another",
-        "make the same calls on every rank; where one may be so late, raise run.collective_timeout_s",
-    )
-
-
-def _verdict(statuses: Mapping[int, Status], culprits: list[int], found: str, rule: str, change: str) -> Verdict:
-    stacks = "".join(f"rank {rank}:\n{statuses[rank].stack}" for rank in culprits if statuses[rank].stack)
-    return Verdict(RankFailedError(found, rule, change), stacks)
-
-
-def _where(statuses: Mapping[int, Status], ranks: list[int]) -> str:
-    return "; ".join(f"{statuses[rank].whereabouts.of(rank)}, in {statuses[rank].doing}" for rank in ranks)
-
-
-def _places(statuses: Mapping[int, Status], ranks: list[int]) -> str:
-    places = {statuses[rank].whereabouts.agreement or statuses[rank].whereabouts.place for rank in ranks}
-    return " and ".join(sorted(places))
+def sample_text(samples: Sequence[int]) -> str:
+    """`samples [3, 7]`; of many, the first ones and their number."""
+    if not samples:
+        return ""
+    if len(samples) <= _SHOWN:
+        return f"samples {list(samples)}"
+    return f"samples [{', '.join(map(str, samples[:_SHOWN]))}, ... {len(samples)} in all]"

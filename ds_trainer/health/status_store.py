@@ -1,4 +1,4 @@
-"""Where ranks leave word for one another beside the collectives: keys in the process group's own store."""
+"""What ranks report to one another beside the collectives: keys in the process group's own store."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ import torch.distributed as dist
 from ds_trainer.health.status import Status
 
 
-class Board:
-    """One rank's view of the words that all ranks have left.
+class StatusStore:
+    """One rank's view of all ranks' statuses and failures.
 
-    Failures are numbered, since a program may catch one that all ranks raise, and go on.
+    Failures are numbered, since a program may catch an exception that all ranks raise, and go on.
 
     Args:
-        store: The process group's store; a connection of its own is opened where the store knows how.
+        store: The process group's store; opens a connection of its own where the store can.
         rank: This rank.
         world: Number of ranks.
 
     Raises:
-        RuntimeError: Each method, when whoever holds the store has ended.
+        RuntimeError: Each method, when the process that serves the store has ended.
     """
 
     def __init__(self, store: dist.Store, rank: int, world: int) -> None:
         self._store = dist.PrefixStore("ds_trainer.monitor", store.clone())  # type: ignore[attr-defined]
         self._rank, self._world = rank, world
         self.number = 0
-        """Of the failure that comes next."""
+        """Number of the next failure."""
 
     def publish(self, status: Status) -> None:
         """Replaces this rank's status."""
@@ -37,41 +37,41 @@ class Board:
         return Status.from_json(self._store.get(key).decode()) if self._store.check([key]) else None
 
     def statuses(self) -> dict[int, Status]:
-        """Every rank's latest status; empty as long as one has not left its first."""
+        """The latest status of every rank; empty until each has published its first."""
         keys = [f"status/{rank}" for rank in range(self._world)]
         if not self._store.check(keys):
             return {}
         return {rank: Status.from_json(self._store.get(key).decode()) for rank, key in enumerate(keys)}
 
-    def leave(self) -> None:
-        """Says that this rank ends in good order."""
-        self._store.set(f"left/{self._rank}", "1")
+    def mark_exited(self) -> None:
+        """Announces that this rank ends in good order."""
+        self._store.set(f"exited/{self._rank}", "1")
 
-    def has_left(self, rank: int) -> bool:
+    def has_exited(self, rank: int) -> bool:
         """Whether a rank has ended in good order."""
-        return self._store.check([f"left/{rank}"])
+        return self._store.check([f"exited/{rank}"])
 
-    def report_failure(self) -> int:
-        """Announces a failure that this rank will tell about.
+    def claim_failure(self) -> int:
+        """Claims the right to report the next failure.
 
         Returns:
-            The rank whose announcement came first: it alone speaks.
+            The rank whose claim came first: it alone reports the failure.
         """
         return int(self._store.compare_set(f"failure/{self.number}", "", str(self._rank)))
 
     def failure(self) -> int | None:
-        """The rank that has announced a failure, if one has."""
+        """The rank that has claimed the next failure; None: no rank has."""
         key = f"failure/{self.number}"
         return int(self._store.get(key)) if self._store.check([key]) else None
 
     def acknowledge(self, number: int) -> None:
-        """Says that this rank knows of a failure and will stay silent."""
+        """Announces that this rank knows of a failure and will not report it."""
         self._store.set(f"known/{number}/{self._rank}", "1")
 
     def has_acknowledged(self, number: int, rank: int) -> bool:
-        """Whether a rank has said so."""
+        """Whether a rank has acknowledged a failure."""
         return self._store.check([f"known/{number}/{rank}"])
 
-    def past(self, number: int) -> None:
-        """Failure `number` is over for this rank."""
+    def advance_past(self, number: int) -> None:
+        """Marks failure `number` as over for this rank."""
         self.number = max(self.number, number + 1)

@@ -47,7 +47,7 @@ from ds_trainer.executors.accumulate import AccumulateExecutor
 from ds_trainer.executors.base import Executor
 from ds_trainer.executors.pipeline import PipelineExecutor
 from ds_trainer.health.expected_wait import expected_wait
-from ds_trainer.health.status import Timeouts
+from ds_trainer.health.hang import Timeouts
 from ds_trainer.host.deepspeed_ops import ensure_ops, required_ops
 from ds_trainer.host.preflight import check_resources
 from ds_trainer.launch import signals

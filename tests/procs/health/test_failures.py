@@ -13,8 +13,8 @@ from ds_trainer.distributed.consensus import agree, consensus
 from ds_trainer.distributed.process_groups import init_mesh
 from ds_trainer.errors import DataError, exit_on_user_error
 from ds_trainer.health.expected_wait import expected_wait
-from ds_trainer.health.local_peers import Introduction
-from ds_trainer.health.status import DEFAULTS, Timeouts
+from ds_trainer.health.hang import DEFAULTS, Timeouts
+from ds_trainer.health.local_peers import PeerAddress
 from ds_trainer.launch.rank_grid import Grid
 from tests.helpers.failing import due, run_ranks
 
@@ -59,7 +59,7 @@ def sleep_for_ever():
         time.sleep(1)
 
 
-def speakers(ended):
+def reporters(ended):
     return [rank for rank, end in enumerate(ended) if end.text]
 
 
@@ -71,7 +71,7 @@ def rank_1_raises():
 def test_an_exception_on_one_rank_ends_all_and_only_its_text_with_step_and_samples_is_written():
     ended = run_ranks(rank_1_raises, 3)
     assert [end.code for end in ended] == [1, 1, 1]
-    assert speakers(ended) == [1]
+    assert reporters(ended) == [1]
     assert ended[1].text.endswith(f"ValueError: boom\n{WHERE}\n")
     assert max(end.seconds for end in ended) < 15
     assert min(ended[0].seconds, ended[2].seconds) >= ended[1].seconds - 0.1, "the others end after it has spoken"
@@ -90,7 +90,7 @@ def rank_1_is_killed():
 def test_one_of_the_survivors_tells_of_a_rank_that_ended_without_a_word(die, code):
     ended = run_ranks(die, 3)
     assert [end.code for end in ended] == [1, code, 1]
-    assert len(speakers(ended)) == 1
+    assert len(reporters(ended)) == 1
     (text,) = [end.text for end in ended if end.text]
     assert text.startswith(f"\nerror: {WHERE}: its process ended without a word")
     assert text.count("\n") == 4
@@ -109,7 +109,7 @@ def rank_0_is_killed():
 def test_the_rank_that_holds_the_store_may_be_the_one_that_dies():
     ended = run_ranks(rank_0_is_killed, 3, store="tcp")
     assert [end.code for end in ended] == [-9, 1, 1]
-    assert len(speakers(ended)) == 1
+    assert len(reporters(ended)) == 1
     (text,) = [end.text for end in ended if end.text]
     assert text.startswith("\nerror: rank 0, step 3, samples [30, 7]: its process ended without a word")
     assert max(end.seconds for end in ended) < 15
@@ -123,14 +123,14 @@ def rank_0_raises():
 def test_the_rank_that_holds_the_store_may_be_the_one_that_raises():
     ended = run_ranks(rank_0_raises, 3, store="tcp")
     assert [end.code for end in ended] == [1, 1, 1]
-    assert speakers(ended) == [0]
+    assert reporters(ended) == [0]
     assert ended[0].text.endswith("ValueError: boom\nrank 0, step 3, samples [30, 7]\n")
     assert max(end.seconds for end in ended) < 15
 
 
 def on_machines_of_their_own():
     """Ranks that cannot see one another's processes, as on several nodes."""
-    Introduction.of_this_process = classmethod(lambda cls, box: cls(f"machine {os.getpid()}", os.getpid(), box))
+    PeerAddress.of_this_process = classmethod(lambda cls, fd: cls(f"machine {os.getpid()}", os.getpid(), fd))
 
 
 def rank_1_of_another_machine_is_killed():
@@ -184,7 +184,7 @@ def rank_1_sleeps():
 def test_a_rank_that_sleeps_for_ever_ends_all_with_its_stack():
     ended = run_ranks(rank_1_sleeps, 3)
     assert [end.code for end in ended] == [1, 1, 1]
-    assert speakers(ended) == [0]
+    assert reporters(ended) == [0]
     stack, error = ended[0].text.split("\nerror: ")
     assert "in sleep_for_ever\n    time.sleep(1)" in stack
     assert error.startswith("rank 1 is stuck, nothing computed, read or written for 2 s: " + WHERE)
@@ -264,7 +264,7 @@ def rank_0_saves_alone():
 def test_a_call_made_on_one_rank_is_named_with_file_and_line_on_every_rank():
     ended = run_ranks(rank_0_saves_alone, 3)
     assert [end.code for end in ended] == [2, 2, 2]
-    assert speakers(ended) == [0], "all raise the same: one per node prints it"
+    assert reporters(ended) == [0], "all raise the same: one per node prints it"
     assert ended[0].text.startswith("\nerror: save_model() was entered by ranks [0] only, at ")
     assert "test_failures.py:" in ended[0].text and "; ranks [1, 2] are at step 4 (" in ended[0].text
     assert max(end.seconds for end in ended) < 10
@@ -302,7 +302,7 @@ def rank_1_raises_in_a_save():
 def test_an_exception_on_one_rank_during_a_save_ends_all():
     ended = run_ranks(rank_1_raises_in_a_save, 2)
     assert [end.code for end in ended] == [1, 1]
-    assert speakers(ended) == [1] and ended[1].text.endswith(f"ValueError: boom\n{WHERE}\n")
+    assert reporters(ended) == [1] and ended[1].text.endswith(f"ValueError: boom\n{WHERE}\n")
     assert max(end.seconds for end in ended) < 15
 
 
@@ -313,7 +313,7 @@ def one_rank_meets_a_user_error():
 def test_a_user_error_of_one_rank_is_told_with_step_and_samples():
     ended = run_ranks(one_rank_meets_a_user_error, 2)
     assert [end.code for end in ended] == [1, 2]
-    assert speakers(ended) == [1] and ended[1].text.endswith(f"  change: mend\n  {WHERE}\n")
+    assert reporters(ended) == [1] and ended[1].text.endswith(f"  change: mend\n  {WHERE}\n")
 
 
 def all_raise_and_go_on():

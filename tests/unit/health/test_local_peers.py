@@ -8,18 +8,18 @@ import time
 
 import pytest
 
-from ds_trainer.health.local_peers import Introduction, Peers
-from ds_trainer.health.rank_position import Whereabouts
-from ds_trainer.health.shared_status import BlackBox
+from ds_trainer.health.local_peers import LocalPeers, PeerAddress
+from ds_trainer.health.shared_status import SharedStatus
+from ds_trainer.health.status import RankPosition
 
 CHILD = """
 import time
-from ds_trainer.health.shared_status import BlackBox
-from ds_trainer.health.rank_position import Whereabouts
-box = BlackBox()
+from ds_trainer.health.shared_status import SharedStatus
+from ds_trainer.health.status import RankPosition
+shared = SharedStatus()
 for step in (1, 2, 3):
-    box.write(Whereabouts(f"step {step}", step, "samples [3, 7]", guarded=1))
-print(box.fd, flush=True)
+    shared.write(RankPosition(f"step {step}", step, "samples [3, 7]", guard_depth=1))
+print(shared.fd, flush=True)
 time.sleep(100)
 """
 
@@ -33,9 +33,9 @@ def child():
 
 
 def peers_with(child, machine=None):
-    process, box = child
-    mine = Introduction.of_this_process(BlackBox().fd)
-    return Peers([mine, Introduction(machine or mine.machine, process.pid, box)], rank=0)
+    process, status_fd = child
+    mine = PeerAddress.of_this_process(SharedStatus().fd)
+    return LocalPeers([mine, PeerAddress(machine or mine.machine, process.pid, status_fd)], rank=0)
 
 
 def seconds_until(condition):
@@ -50,22 +50,22 @@ def forbidden(pid):
 
 
 @pytest.mark.parametrize("kernel", ["new", "old"])
-def test_a_process_that_is_killed_leaves_its_last_words(child, kernel, monkeypatch):
+def test_a_process_that_is_killed_leaves_its_last_position(child, kernel, monkeypatch):
     if kernel == "old":
         monkeypatch.setattr(os, "pidfd_open", forbidden)
     peers = peers_with(child)
     peers.wait(0)
-    assert peers.gone == {} and peers.local == {1}
+    assert peers.ended == {} and peers.local == {1}
     child[0].kill()
-    assert seconds_until(lambda: peers.wait(0.1) or peers.gone) < 2
-    assert peers.gone == {1: Whereabouts("step 3", 3, "samples [3, 7]", guarded=1)}
+    assert seconds_until(lambda: peers.wait(0.1) or peers.ended) < 2
+    assert peers.ended == {1: RankPosition("step 3", 3, "samples [3, 7]", guard_depth=1)}
     peers.close()
 
 
-def test_a_process_that_ended_before_it_was_looked_for_is_gone(child):
+def test_a_process_that_ended_before_it_was_looked_for_is_known_to_have_ended(child):
     child[0].kill()
     child[0].wait()
-    assert peers_with(child).gone == {1: None}
+    assert peers_with(child).ended == {1: None}
 
 
 def test_processes_of_other_machines_are_not_looked_for(child):
