@@ -8,27 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.levels import LEVELS
+from tests.helpers.levels import LEVELS, PURE
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = "ds_trainer"
 HEAVY = {"accelerate", "datasets", "deepspeed", "torch", "transformers"}
 
-# No module of these loads torch or transformers.
-PURE = {
-    "config",
-    "errors",
-    "files",
-    "interop",
-    "launch",
-    "layout",
-    "log",
-    "metrics",
-    "planning",
-    "plots",
-    "processes",
-    "run_folder",
-}
 # Not of a level: the package's own names, resolved lazily, and `python -m ds_trainer`.
 OUTSIDE = {"", "__main__"}
 

@@ -29,3 +29,19 @@ LEVELS = {
     "cli": 8,
     "trainer": 8,
 }
+
+# No module of these loads torch or transformers.
+PURE = {
+    "config",
+    "errors",
+    "files",
+    "interop",
+    "launch",
+    "layout",
+    "log",
+    "metrics",
+    "planning",
+    "plots",
+    "processes",
+    "run_folder",
+}
