@@ -87,7 +87,7 @@ def _write(
         for name, tensor in _to_checkpoint_form(tensors, model, twin):
             writer.add(name, tensor)
         writer.finish()
-        write_model_files(model, tokenizer, aside, dtype)
+        write_config_and_tokenizer(model, tokenizer, aside, dtype)
         _check(aside, twin)
         for path in [*aside.iterdir(), aside]:
             sync(path)
@@ -191,7 +191,7 @@ class _ShardWriter:
         return self._folder / f"part-{number}"
 
 
-def write_model_files(
+def write_config_and_tokenizer(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, folder: Path, dtype: torch.dtype
 ) -> None:
     """Writes everything of a Hugging Face folder but the weights: config, generation config, code, tokenizer.

@@ -16,6 +16,7 @@ from pathlib import Path
 from ds_trainer.files import size_fault, sync
 
 MANIFEST = "manifest.json"
+STATE, RUN, LAYOUT = "trainer_state.json", "run.json", "layout.json"
 FORMAT = 1
 TRIAL = ".trial-"
 """What the names of folders of trial saves begin with."""
@@ -25,6 +26,11 @@ _NAME = re.compile(r"checkpoint-(\d+)")
 def folder_of(output_dir: Path, step: int) -> Path:
     """Where the checkpoint of a step is."""
     return output_dir / f"checkpoint-{step}"
+
+
+def rank_file(rank: int) -> str:
+    """Name of the file of a rank's own state."""
+    return f"rank-{rank:05d}.safetensors"
 
 
 def step_of(folder: Path) -> int:
@@ -93,7 +99,7 @@ def rotate(output_dir: Path, keep_last: int, keep: str | None) -> None:
             remove(folder)
 
 
-def remove_leftovers(output_dir: Path) -> None:
+def remove_unfinished_saves(output_dir: Path) -> None:
     """Removes what killed saves, removals and trials left behind."""
     for pattern in (".checkpoint-*.partial", ".checkpoint-*.removed", f"{TRIAL}*"):
         for path in output_dir.glob(pattern):

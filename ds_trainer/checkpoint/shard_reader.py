@@ -43,7 +43,7 @@ def reading(folder: Path) -> Iterator[None]:
         ) from error
 
 
-class StoredState:
+class ShardReader:
     """The tensors of a checkpoint.
 
     Args:
@@ -123,7 +123,7 @@ def _metadata(entry: Mapping[str, Any]) -> TensorStorageMetadata:
     )
 
 
-class StoredWeights(WeightSource):
+class MasterWeights(WeightSource):
     """The fp32 masters of a checkpoint as the values that a run starts from; what was not trained comes from elsewhere.
 
     Args:
@@ -131,7 +131,7 @@ class StoredWeights(WeightSource):
         others: Source of frozen parameters and buffers.
     """
 
-    def __init__(self, stored: StoredState, others: WeightSource) -> None:
+    def __init__(self, stored: ShardReader, others: WeightSource) -> None:
         self._stored, self._others = stored, others
 
     def view(self, name: str, flat: tuple[int, int] | None = None) -> torch.Tensor:

@@ -70,7 +70,7 @@ class Shard:
         return self._parts[offsets].of(values).contiguous()
 
 
-def shards(state: State, layout: list[ParameterSlice]) -> dict[str, Shard]:
+def make_shards(state: State, layout: list[ParameterSlice]) -> dict[str, Shard]:
     """What a rank offers to a checkpoint.
 
     Args:
@@ -79,13 +79,13 @@ def shards(state: State, layout: list[ParameterSlice]) -> dict[str, Shard]:
     """
     slices = {piece.name: piece for piece in layout}
     return {
-        f"{key}/{name}": Shard(handle, part_of(slices[name], handle))
+        f"{key}/{name}": Shard(handle, state_slice(slices[name], handle))
         for name, handles in state.items()
         for key, handle in handles.items()
     }
 
 
-def part_of(piece: ParameterSlice, handle: StateTensor) -> ParameterSlice:
+def state_slice(piece: ParameterSlice, handle: StateTensor) -> ParameterSlice:
     """The slice that a tensor of a parameter's state is: the parameter's own, or the whole of another shape."""
     return piece if handle.shape == (piece.numel,) else ParameterSlice.whole(piece.name, handle.shape)
 

@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.models.auto import AutoConfig
 
-from ds_trainer.checkpoint.export import write_model_files
+from ds_trainer.checkpoint.export import write_config_and_tokenizer
 from ds_trainer.checkpoint.folder import TRIAL
 from ds_trainer.errors import MachineError, ModelError
 
@@ -42,7 +42,7 @@ def trial_save(
             folder = Path(name)
             (folder / "state.json").write_text(json.dumps(state), encoding="utf-8")
             if isinstance(model, PreTrainedModel):
-                write_model_files(model, tokenizer, folder, dtype)
+                write_config_and_tokenizer(model, tokenizer, folder, dtype)
                 if not model.is_remote_code():
                     AutoConfig.from_pretrained(folder)
     except OSError as error:

@@ -11,8 +11,9 @@ import torch
 from tqdm import tqdm
 
 from ds_trainer.checkpoint.export import export_model
-from ds_trainer.checkpoint.shard_reader import StoredWeights
-from ds_trainer.checkpoint.store import RUN, open_checkpoint
+from ds_trainer.checkpoint.folder import RUN
+from ds_trainer.checkpoint.shard_reader import MasterWeights
+from ds_trainer.checkpoint.verified import open_checkpoint
 from ds_trainer.config.schema import RunConfig
 from ds_trainer.engines.dtypes import TORCH_DTYPES
 from ds_trainer.errors import CheckpointError
@@ -40,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     has_tokenizer = (saved / "tokenizer_config.json").is_file()
     tokenizer = load_tokenizer(config.model, str(saved)) if has_tokenizer else None
     model, others = build_model(config, None, spec, tokenizer)
-    weights = StoredWeights(checkpoint.stored(), others)
+    weights = MasterWeights(checkpoint.shards(), others)
     fill_buffers(model, weights, torch.device("cpu"))
     dtype = TORCH_DTYPES[args.dtype] if args.dtype else getattr(torch, checkpoint.json("model/config.json")["dtype"])
     out = Path(args.out)

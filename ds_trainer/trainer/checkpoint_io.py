@@ -10,11 +10,12 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from ds_trainer.checkpoint.export import write_model_files
+from ds_trainer.checkpoint.export import write_config_and_tokenizer
 from ds_trainer.checkpoint.rng import rng_state
-from ds_trainer.checkpoint.shard_reader import StoredState
-from ds_trainer.checkpoint.shard_writer import part_of, shards
-from ds_trainer.checkpoint.store import Checkpoint, RankState, SharedState, save
+from ds_trainer.checkpoint.save import RankState, SharedState, save
+from ds_trainer.checkpoint.shard_reader import ShardReader
+from ds_trainer.checkpoint.shard_writer import make_shards, state_slice
+from ds_trainer.checkpoint.verified import VerifiedCheckpoint
 from ds_trainer.distributed.consensus import consensus
 from ds_trainer.engines.base import Engine
 from ds_trainer.engines.state_handles import MASTER
@@ -50,17 +51,17 @@ def save_checkpoint(run: Run, output_dir: Path, step: int, state: Mapping[str, A
         state={**state, "counters": engine.scalar_state()},
         run=run.resolved.config.model_dump(mode="json", by_alias=True),
         layout=describe_layout(run.resolved, everyones),
-        write_model_files=lambda folder: _write_model_files(run, folder),
+        write_config_and_tokenizer=lambda folder: _write_config_and_tokenizer(run, folder),
     )
-    return save(output_dir, step, shards(engine.state(), layout), mine, shared, run.mesh)
+    return save(output_dir, step, make_shards(engine.state(), layout), mine, shared, run.mesh)
 
 
-def _write_model_files(run: Run, folder: Path) -> None:
+def _write_config_and_tokenizer(run: Run, folder: Path) -> None:
     if isinstance(run.model, PreTrainedModel):
-        write_model_files(run.model, run.tokenizer, folder, run.export_dtype)
+        write_config_and_tokenizer(run.model, run.tokenizer, folder, run.export_dtype)
 
 
-def load_checkpoint(run: Run, checkpoint: Checkpoint, state: Mapping[str, Any]) -> RankState:
+def load_checkpoint(run: Run, checkpoint: VerifiedCheckpoint, state: Mapping[str, Any]) -> RankState:
     """Sets everything but the random numbers. Every rank must call it, before the first step.
 
     The weights are there already: the run was assembled from the checkpoint's masters. Optimizer states come into being
@@ -80,7 +81,7 @@ def load_checkpoint(run: Run, checkpoint: Checkpoint, state: Mapping[str, Any]) 
     """
     _rehearse(run)
     with consensus(run.mesh, "the loading of the checkpoint"):
-        _write_state(run.engine, checkpoint.stored())
+        _write_state(run.engine, checkpoint.shards())
     mine = checkpoint.rank_state(run.mesh.grid.rank)
     run.engine.load_rank_state(_below(mine.tensors, _ENGINE))
     run.engine.load_scalar_state(state["counters"])
@@ -106,14 +107,14 @@ def _rehearse(run: Run) -> None:
         group["lr"] = rate
 
 
-def _write_state(engine: Engine, stored: StoredState) -> None:
+def _write_state(engine: Engine, saved: ShardReader) -> None:
     slices = {piece.name: piece for piece in engine.parameter_layout()}
     parameters = engine.state().items()
     for name, handles in tqdm(parameters, "loading optimizer states", delay=3, leave=False, disable=rank() != 0):
-        keys = stored.keys(name)
+        keys = saved.keys(name)
         if not set(keys) <= set(handles):
             raise CheckpointError(
-                f"{stored.folder} holds {sorted(keys)} for {name}, this run's optimizer {sorted(handles)}",
+                f"{saved.folder} holds {sorted(keys)} for {name}, this run's optimizer {sorted(handles)}",
                 "a run goes on with the optimizer that it began with",
                 "set optimizer.name as it was, or checkpoint.resume_weights_only to true to begin with a new one",
             )
@@ -121,7 +122,7 @@ def _write_state(engine: Engine, stored: StoredState) -> None:
             if key not in keys:  # It was saved before the optimizer's first step.
                 handle.write(torch.zeros(handle.shape, dtype=handle.dtype))
                 continue
-            value = stored.read(f"{key}/{name}", part_of(slices[name], handle)).view(handle.shape)
+            value = saved.read(f"{key}/{name}", state_slice(slices[name], handle)).view(handle.shape)
             if key != MASTER:
                 handle.write(value)
             elif not torch.equal(handle.read().cpu(), value):
@@ -136,8 +137,8 @@ def _below(tensors: Mapping[str, torch.Tensor], prefix: str) -> dict[str, torch.
     return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
 
 
-def best_parameters(engine: Engine, stored: StoredState) -> Iterator[tuple[str, torch.Tensor]]:
+def best_parameters(engine: Engine, saved: ShardReader) -> Iterator[tuple[str, torch.Tensor]]:
     """Every parameter, whole: a trained one as a checkpoint holds it, a frozen one from the engine."""
     for name, value in engine.full_parameters():
-        trained = stored.whole(f"{MASTER}/{name}")
+        trained = saved.whole(f"{MASTER}/{name}")
         yield name, value if trained is None else trained

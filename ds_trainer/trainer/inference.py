@@ -11,7 +11,7 @@ import torch
 
 from ds_trainer.callbacks.trainer_state import TrainerState
 from ds_trainer.checkpoint.export import export_model
-from ds_trainer.checkpoint.store import open_checkpoint
+from ds_trainer.checkpoint.verified import open_checkpoint
 from ds_trainer.config.schema import RunConfig
 from ds_trainer.data.consistency import check_same_dataset
 from ds_trainer.data.loader import BatchLoader
@@ -185,7 +185,7 @@ class ModelCalls:
         if best is None or not self.config.checkpoint.load_best_model_at_end:
             return self.engine.full_parameters()
         get_logger().info("the export is the best model, of step %d", self.state.best_global_step)
-        return best_parameters(self.engine, open_checkpoint(Path(best), self.run.mesh).stored())
+        return best_parameters(self.engine, open_checkpoint(Path(best), self.run.mesh).shards())
 
     def _buffers_to_export(self) -> dict[str, torch.Tensor]:
         """Those of every stage of the pipeline. Comm: one gather of them over it; none without one."""

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from ds_trainer.callbacks.trainer_state import TrainerState
-from ds_trainer.checkpoint.folder import checkpoints
-from ds_trainer.checkpoint.store import LAYOUT, RUN, Checkpoint, open_checkpoint, open_newest
+from ds_trainer.checkpoint.folder import LAYOUT, RUN, checkpoints
+from ds_trainer.checkpoint.verified import VerifiedCheckpoint, open_checkpoint, open_newest
 from ds_trainer.config.backend import backend
 from ds_trainer.config.engine_sections import ParallelConfig
 from ds_trainer.config.keys import flatten
@@ -28,7 +28,7 @@ _SAME = ("run.seed", "data.shuffle", "optimizer.name")
 _WEIGHTS_ONLY = "set checkpoint.resume_weights_only to true to begin a new run from its weights"
 
 
-def find_checkpoint(resolved: ResolvedConfig, mesh: Mesh, trains: bool) -> Checkpoint | None:
+def find_checkpoint(resolved: ResolvedConfig, mesh: Mesh, trains: bool) -> VerifiedCheckpoint | None:
     """The checkpoint that this run goes on from; None where it starts anew. A collective.
 
     Args:
@@ -121,7 +121,7 @@ def _tensor_words(config: ParallelConfig) -> list[str]:
     return [" with ".join([f"tp {config.tp}", *([" and ".join(more)] if more else [])])]
 
 
-def check_world(checkpoint: Checkpoint, resolved: ResolvedConfig, world: int) -> None:
+def check_world(checkpoint: VerifiedCheckpoint, resolved: ResolvedConfig, world: int) -> None:
     """Checks the numbers of ranks along the mesh axes, which show before anything is loaded.
 
     Raises:
@@ -132,7 +132,9 @@ def check_world(checkpoint: Checkpoint, resolved: ResolvedConfig, world: int) ->
         raise _other_layout(checkpoint, saved["description"], _in_words(resolved))
 
 
-def check_layout(checkpoint: Checkpoint, resolved: ResolvedConfig, layout: list[ParameterSlice], rank: int) -> None:
+def check_layout(
+    checkpoint: VerifiedCheckpoint, resolved: ResolvedConfig, layout: list[ParameterSlice], rank: int
+) -> None:
     """Checks that this rank owns what the same rank owned when the checkpoint was saved.
 
     Raises:
@@ -155,7 +157,7 @@ def check_layout(checkpoint: Checkpoint, resolved: ResolvedConfig, layout: list[
         )
 
 
-def check_model(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]]) -> None:
+def check_model(checkpoint: VerifiedCheckpoint, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Checks that the checkpoint holds masters of this model.
 
     Args:
@@ -167,7 +169,7 @@ def check_model(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]]) -
     """
     held = {
         fqn.partition("/")[2]: tuple(t.size)
-        for fqn, t in checkpoint.stored().tensors.items()
+        for fqn, t in checkpoint.shards().tensors.items()
         if fqn.startswith(f"{MASTER}/")
     }
     wrong = sorted(name for name in held.keys() | shapes.keys() if held.get(name) != shapes.get(name))
@@ -182,7 +184,7 @@ def check_model(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]]) -
 
 
 def check_run(
-    checkpoint: Checkpoint,
+    checkpoint: VerifiedCheckpoint,
     resolved: ResolvedConfig,
     state: Mapping[str, Any],
     num_samples: int,
@@ -228,7 +230,7 @@ def check_run(
         get_logger().info("since %s: %s %r -> %r", checkpoint.folder.name, key, before.get(key), after.get(key))
 
 
-def check_length(checkpoint: Checkpoint, state: TrainerState) -> None:
+def check_length(checkpoint: VerifiedCheckpoint, state: TrainerState) -> None:
     """Checks that the run is not meant to be shorter than what it goes on from.
 
     Raises:
@@ -250,7 +252,7 @@ def _told(tree: dict[str, Any]) -> dict[str, Any]:
     return {key: item for key, item in flatten(tree).items() if not key.startswith(_ANY)}
 
 
-def _other_layout(checkpoint: Checkpoint, saved: str, now: str) -> CheckpointError:
+def _other_layout(checkpoint: VerifiedCheckpoint, saved: str, now: str) -> CheckpointError:
     return _agreed(
         f"{checkpoint.folder} was saved by {saved}; this run is {now}",
         "optimizer states are cut by the layout, and a run goes on in the one that it was saved in",

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ds_trainer.checkpoint.store import Checkpoint
+from ds_trainer.checkpoint.verified import VerifiedCheckpoint
 from ds_trainer.config.resolved import ResolvedConfig
 from ds_trainer.data.loader import BatchLoader
 from ds_trainer.data.loader_factory import LoaderFactory
@@ -57,4 +57,4 @@ class Run:
     export_dtype: torch.dtype
     data_probes: tuple[str | None, ...] | None
     num_trained: int
-    checkpoint: Checkpoint | None
+    checkpoint: VerifiedCheckpoint | None

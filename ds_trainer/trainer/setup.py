@@ -24,8 +24,8 @@ from transformers import PreTrainedModel
 
 from ds_trainer.callbacks.best_metric import require_evaluations
 from ds_trainer.callbacks.trackers import check_trackers
-from ds_trainer.checkpoint.shard_reader import StoredWeights
-from ds_trainer.checkpoint.store import STATE
+from ds_trainer.checkpoint.folder import STATE
+from ds_trainer.checkpoint.shard_reader import MasterWeights
 from ds_trainer.config.accelerate.launcher_conflicts import check_launched
 from ds_trainer.config.provenance import Provenance
 from ds_trainer.config.rank_rules import check_ranks
@@ -150,7 +150,7 @@ def _assemble_on(mesh: Mesh, machine: Machine, config: RunConfig, origins: dict[
     if isinstance(weights, ModuleWeights):
         mesh.broadcast_over_world(weights.values.values())
     if checkpoint is not None:
-        weights = StoredWeights(checkpoint.stored(), weights)
+        weights = MasterWeights(checkpoint.shards(), weights)
     export_dtype = _export_dtype(config, given.model, spec)
     engine = _engine(mesh, resolved, model, weights, split, given.optimizer)
     with consensus(mesh, "asked = got"):

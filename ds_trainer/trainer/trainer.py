@@ -16,10 +16,11 @@ from ds_trainer.callbacks.hf import adapted
 from ds_trainer.callbacks.make import built_in_callbacks
 from ds_trainer.callbacks.trainer_state import TrainerControl, TrainerState
 from ds_trainer.checkpoint.disk_space import require_checkpoint_space
-from ds_trainer.checkpoint.folder import remove_leftovers
+from ds_trainer.checkpoint.folder import STATE, remove_unfinished_saves
 from ds_trainer.checkpoint.rng import set_rng_state
-from ds_trainer.checkpoint.store import STATE, Checkpoint, RankState
+from ds_trainer.checkpoint.save import RankState
 from ds_trainer.checkpoint.trial_save import trial_save
+from ds_trainer.checkpoint.verified import VerifiedCheckpoint
 from ds_trainer.distributed.consensus import agree, consensus
 from ds_trainer.distributed.memory import peak_memory_bytes
 from ds_trainer.distributed.store_barrier import barrier_before_exit
@@ -169,7 +170,7 @@ class Trainer(ModelCalls):
                 if self.is_world_process_zero:
                     output_dir = Path(self.config.run.output_dir)
                     stack.enter_context(claimed(output_dir))
-                    remove_leftovers(output_dir)
+                    remove_unfinished_saves(output_dir)
                     if self.run.checkpoint is None:
                         set_aside_earlier_run(output_dir)
             self._holds_folder = True
@@ -407,7 +408,7 @@ class Trainer(ModelCalls):
             group.update(saved)
         restore_states(self.callbacks, state["callbacks"])
 
-    def _resume(self, checkpoint: Checkpoint) -> None:
+    def _resume(self, checkpoint: VerifiedCheckpoint) -> None:
         """Goes on from a checkpoint, whose weights are in the engine already."""
         saved = checkpoint.json(STATE)
         self._random = load_checkpoint(self.run, checkpoint, saved)

@@ -85,7 +85,7 @@ def test_every_kind_of_file_is_missed_and_the_checkpoint_before_goes_on(world, r
 
 def faults_of_damage(run_dir):
     """Damages one file after the other, and asks both ranks what they find."""
-    from ds_trainer.checkpoint.store import _faults
+    from ds_trainer.checkpoint.verified import _faults
     from ds_trainer.distributed.process_groups import init_mesh
     from ds_trainer.launch.environment import grid_from_environment
 

@@ -12,7 +12,7 @@ from ds_trainer.checkpoint.folder import (
     fingerprint,
     folder_of,
     manifest_faults,
-    remove_leftovers,
+    remove_unfinished_saves,
 )
 from ds_trainer.files import partial_path
 
@@ -48,7 +48,7 @@ def test_a_checkpoint_that_replaces_another_is_in_place_before_the_other_is_remo
     assert not faults + file_faults(folder, files, files)
     assert (folder / "state").read_text() == "second"
     assert removals == [tmp_path / ".checkpoint-4.removed"]
-    remove_leftovers(tmp_path)
+    remove_unfinished_saves(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-4"]
 
 
@@ -56,5 +56,5 @@ def test_what_a_killed_trial_save_has_left_is_removed(tmp_path):
     folder = tmp_path / f"{TRIAL}killed"
     folder.mkdir()
     (folder / "state.json").touch()
-    remove_leftovers(tmp_path)
+    remove_unfinished_saves(tmp_path)
     assert not list(tmp_path.iterdir())

@@ -1,4 +1,4 @@
-"""Saves and opens checkpoints; both are collectives in which all ranks succeed or fail together."""
+"""Saves checkpoints: a collective in which all ranks succeed or fail together."""
 
 from __future__ import annotations
 
@@ -15,23 +15,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.api import CheckpointException
 
-from ds_trainer.checkpoint.folder import (
-    checkpoints,
-    commit,
-    file_faults,
-    fingerprint,
-    folder_of,
-    manifest_faults,
-)
-from ds_trainer.checkpoint.shard_reader import StoredState, reading
+from ds_trainer.checkpoint.folder import LAYOUT, RUN, STATE, commit, fingerprint, folder_of, rank_file
 from ds_trainer.checkpoint.shard_writer import INDEX, Shard, write_shards
 from ds_trainer.distributed.consensus import consensus
 from ds_trainer.distributed.process_groups import Mesh
-from ds_trainer.errors import CheckpointError, MachineError
+from ds_trainer.errors import MachineError
 from ds_trainer.files import partial_path, sync
-from ds_trainer.log import get_logger
-
-STATE, RUN, LAYOUT = "trainer_state.json", "run.json", "layout.json"
 
 
 @dataclass(frozen=True)
@@ -55,13 +44,13 @@ class SharedState:
         state: Where the run is: counts, metrics, loss scale.
         run: The resolved config.
         layout: Which slices every rank owns.
-        write_model_files: Writes config, generation config and tokenizer into an empty folder.
+        write_config_and_tokenizer: Writes config, generation config and tokenizer into an empty folder.
     """
 
     state: Mapping[str, Any]
     run: Mapping[str, Any]
     layout: Mapping[str, Any]
-    write_model_files: Callable[[Path], None]
+    write_config_and_tokenizer: Callable[[Path], None]
 
 
 def save(
@@ -130,7 +119,7 @@ def _write_shared(aside: Path, shared: SharedState) -> None:
     for name, content in ((STATE, shared.state), (RUN, shared.run), (LAYOUT, shared.layout)):
         (aside / name).write_text(json.dumps(content), encoding="utf-8")
     (aside / "model").mkdir()
-    shared.write_model_files(aside / "model")
+    shared.write_config_and_tokenizer(aside / "model")
 
 
 def _require_seen(aside: Path, rank: int) -> None:
@@ -159,11 +148,6 @@ def _write_rank(aside: Path, rank: int, mine: RankState) -> None:
     save_file(dict(mine.tensors), aside / rank_file(rank), metadata={"rest": json.dumps(mine.rest)})
 
 
-def rank_file(rank: int) -> str:
-    """Name of the file of a rank's own state."""
-    return f"rank-{rank:05d}.safetensors"
-
-
 def _files_of(aside: Path, rank: int) -> list[Path]:
     """What a rank has written; what carries no rank's number is the first one's."""
     own = [*aside.glob(f"state-{rank:05d}-*"), aside / rank_file(rank)]
@@ -180,79 +164,3 @@ def _verified(path: Path) -> dict[str, int | str]:
         with safe_open(path, framework="pt") as file:
             file.keys()
     return fingerprint(path)
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """A checkpoint whose files are verified.
-
-    Args:
-        folder: Where it is.
-    """
-
-    folder: Path
-
-    def json(self, name: str) -> dict[str, Any]:
-        """One of its JSON files."""
-        with reading(self.folder):
-            return json.loads((self.folder / name).read_text(encoding="utf-8"))
-
-    def stored(self) -> StoredState:
-        """Its masters and optimizer states."""
-        return StoredState(self.folder)
-
-    def rank_state(self, rank: int) -> RankState:
-        """What belongs to one rank."""
-        with reading(self.folder), safe_open(self.folder / rank_file(rank), framework="pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  it is no dictionary
-            return RankState(tensors, json.loads(file.metadata()["rest"]))
-
-
-def open_newest(output_dir: Path, mesh: Mesh) -> Checkpoint | None:
-    """The newest whole checkpoint of a run; says what it skips. A collective.
-
-    Args:
-        output_dir: The run's folder.
-        mesh: Process groups.
-    """
-    for folder in mesh.gather_over_world(checkpoints(output_dir))[0]:
-        faults = _faults(folder, mesh)
-        if not faults:
-            return Checkpoint(folder)
-        get_logger().warning("warning: %s is skipped: %s", folder, "; ".join(faults))
-    return None
-
-
-def open_checkpoint(folder: Path, mesh: Mesh | None) -> Checkpoint:
-    """One checkpoint. A collective.
-
-    Args:
-        folder: The checkpoint.
-        mesh: Process groups; None: this process is alone.
-
-    Raises:
-        CheckpointError: On every rank: it is not whole.
-    """
-    faults = _faults(folder, mesh)
-    if faults:
-        error = CheckpointError(
-            f"{folder} is no whole checkpoint: {'; '.join(faults)}",
-            "every file of a checkpoint is what its manifest says",
-            "name another checkpoint; checkpoint.resume = auto takes the newest whole one",
-        )
-        error.on_all_ranks = True
-        raise error
-    return Checkpoint(folder)
-
-
-def _faults(folder: Path, mesh: Mesh | None) -> list[str]:
-    """What is wrong with a checkpoint, the same list on every rank; each of them reads a share of the files."""
-    files, faults = manifest_faults(folder)
-    size = sum(entry.get("bytes", 0) for entry in files.values() if isinstance(entry, dict))
-    if size > 1e9:
-        get_logger().info("verifying %s (%.1f GB)", folder, size / 1e9)
-    if mesh is None:
-        return faults + file_faults(folder, files, files)
-    share = list(files)[mesh.grid.rank :: mesh.grid.world]
-    everyone = mesh.gather_over_world(faults + file_faults(folder, files, share))
-    return list(dict.fromkeys(fault for of_rank in everyone for fault in of_rank))
