@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ds_trainer.config.detect_format import NAMES, kind_of
-from ds_trainer.config.foreign_files import load_native
+from ds_trainer.config.detect_format import FORMATS, detect_format
+from ds_trainer.config.foreign_files import load_foreign_config
 from ds_trainer.config.io import read_config
 from ds_trainer.config.keys import value
 from ds_trainer.errors import ConfigError
@@ -35,7 +35,7 @@ def import_file(args: argparse.Namespace) -> int:
     path, out = Path("/dev/stdin" if args.config == "-" else args.config), Path(args.out) if args.out else None
     if out is not None and out.exists():
         raise ConfigError(f"{out} exists", "an import overwrites nothing", f"remove {out} or name another file")
-    found = _imported(load_native(path), args.kind, path)
+    found = _imported(load_foreign_config(path), args.kind, path)
     width = shutil.get_terminal_size().columns if sys.stderr.isatty() else None
     print(report(found, width), file=sys.stderr)
     led_from = {ours: f"{line.key} of {path.name}" for line in found.lines for ours in line.ours}
@@ -71,10 +71,10 @@ def _write(out: Path, text: str) -> None:
         ) from None
 
 
-def _imported(native: Mapping[str, Any], asked: str | None, path: Path) -> Imported:
-    """The import of a file of the kind that was asked for, or that its keys show."""
-    shown = kind_of(native, asked)
-    kind = asked or shown
+def _imported(native: Mapping[str, Any], expected: str | None, path: Path) -> Imported:
+    """The import of a file of the expected format, or else of the one that its keys show."""
+    shown = detect_format(native, expected)
+    kind = expected or shown
     if kind is None or shown not in (None, kind):
         raise _not_of_kind(native, kind, shown, path)
     match kind:
@@ -96,7 +96,7 @@ def _not_of_kind(native: Mapping[str, Any], kind: str | None, shown: str | None,
         "TrainingArguments output_dir or learning_rate"
     )
     if kind is None:
-        return ConfigError(found, rule, f"say which it is: --from {', '.join(NAMES)}")
+        return ConfigError(found, rule, f"say which it is: --from {', '.join(FORMATS)}")
     if shown is None:
-        return ConfigError(f"{found}, of which {NAMES[kind]} has none", rule, "give the path of one")
-    return ConfigError(f"{found} and looks like {NAMES[shown]}, not {NAMES[kind]}", rule, f"use --from {shown}")
+        return ConfigError(f"{found}, of which {FORMATS[kind]} has none", rule, "give the path of one")
+    return ConfigError(f"{found} and looks like {FORMATS[shown]}, not {FORMATS[kind]}", rule, f"use --from {shown}")

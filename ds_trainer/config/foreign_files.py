@@ -1,14 +1,12 @@
 """Reading the config files of other tools as those tools do: DeepSpeed's Hjson, accelerate's YAML. Pure.
 
-What a file is written in shows in its text, whatever its name: JSON and Hjson are in braces, other text is YAML.
+The text decides how a file is parsed, not its name: text in braces is JSON or Hjson, other text is YAML.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import re
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,26 +15,24 @@ import yaml
 
 from ds_trainer.config.strict_json import (
     TextFault,
-    check_nesting,
+    beyond_parser,
     integer_if_exponent,
     parse_json,
     read_text,
-    short_integer,
-    too_deep,
-    twice,
+    repeated_key,
     unique_keys,
 )
 from ds_trainer.errors import ConfigError
 
-_SAYS_NOTHING = re.compile(r"\s+|//.*|#.*|/\*[\s\S]*?\*/")
-"""Space and comments of Hjson and YAML."""
+_SPACE_AND_COMMENTS = re.compile(r"\s+|//.*|#.*|/\*[\s\S]*?\*/")
+"""Those of Hjson and YAML."""
 
 
-def load_native(path: Path) -> dict[str, Any]:
+def load_foreign_config(path: Path) -> dict[str, Any]:
     """Reads JSON, JSON with comments and trailing commas as DeepSpeed takes it, and YAML.
 
     Raises:
-        ConfigError: No such file, neither of these, or no mapping; with line and column where there is one.
+        ConfigError: No such file, neither of these, or no mapping; with line and column where they are known.
     """
     text = read_text(path)
     if not text.strip():
@@ -54,7 +50,9 @@ def load_native(path: Path) -> dict[str, Any]:
 
 def _no_keys(path: Path, found: str) -> ConfigError:
     return ConfigError(
-        f"{path} {found}", "a config is a mapping of keys to values, by which it is known", "give the path of a config"
+        f"{path} {found}",
+        "a config is a mapping of keys to values",
+        "give the path of a config",
     )
 
 
@@ -66,7 +64,7 @@ def _parse(text: str, path: Path) -> Any:
     try:
         return parse_json(text)
     except json.JSONDecodeError as error:
-        if not _SAYS_NOTHING.sub("", text).startswith(("{", "[")):
+        if not _SPACE_AND_COMMENTS.sub("", text).startswith(("{", "[")):
             return _parse_yaml(text, path)
         return _parse_hjson(text, path, error)
 
@@ -74,11 +72,7 @@ def _parse(text: str, path: Path) -> Any:
 def _parse_hjson(text: str, path: Path, strict: json.JSONDecodeError) -> Any:
     """Parses JSON with comments; `strict` is what was wrong with it as JSON."""
     try:
-        tree = hjson.loads(
-            text, object_pairs_hook=unique_keys, parse_float=integer_if_exponent, parse_int=short_integer
-        )
-    except RecursionError:
-        raise too_deep() from None
+        return hjson.loads(text, object_pairs_hook=unique_keys, parse_float=integer_if_exponent)
     except hjson.HjsonDecodeError as error:
         place = f", line {error.lineno}, column {error.colno}: {error.msg}"
         if "(eof)" in error.msg:  # it takes the rest of a line for a string, and so notices late
@@ -88,17 +82,19 @@ def _parse_hjson(text: str, path: Path, strict: json.JSONDecodeError) -> Any:
         raise ConfigError(
             f"{path}{place}",
             "a DeepSpeed config is JSON, with comments at most",
-            "mend the comma, quote or bracket there",
+            "correct the comma, quote or bracket there",
         ) from None
-    check_nesting(tree)
-    return tree
+    except TextFault:
+        raise
+    except (RecursionError, ValueError) as error:
+        raise beyond_parser(error) from None
 
 
-_TEXT, _FLOAT, _MERGE = (f"tag:yaml.org,2002:{kind}" for kind in ("str", "float", "merge"))
+_TEXT, _MERGE = (f"tag:yaml.org,2002:{kind}" for kind in ("str", "merge"))
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML of plain values, as JSON has them: keys are texts and stand once, no tags, no infinity."""
+    """YAML of plain values, as JSON has them: keys are strings and occur once, no tags."""
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         event = self.peek_event()
@@ -111,33 +107,20 @@ class _Loader(yaml.SafeLoader):
         names: set[str] = set()
         for key, _ in node.value:
             if not isinstance(key, yaml.ScalarNode):
-                raise yaml.MarkedYAMLError(problem="a key that is no text", problem_mark=key.start_mark)
+                raise yaml.MarkedYAMLError(problem="a key that is not a string", problem_mark=key.start_mark)
             if key.value in names:
-                raise twice(key.value)
+                raise repeated_key(key.value)
             names.add(key.value)
             if key.tag != _MERGE:
                 key.tag = _TEXT
         return node
 
-    def construct_yaml_float(self, node: yaml.ScalarNode) -> float:
-        number = super().construct_yaml_float(node)
-        if not math.isfinite(number):
-            raise TextFault(f"{node.value} is no finite number", "a config has finite numbers", f"replace {node.value}")
-        return number
-
-
-_Loader.add_constructor(_FLOAT, _Loader.construct_yaml_float)
-
 
 def _parse_yaml(text: str, path: Path) -> Any:
     try:
-        loader = _Loader(text)
-        node = loader.get_single_node()
-        # Before anything is built: a merge of aliases of aliases would grow while it is.
-        check_nesting(node, _yaml_children)
-        return None if node is None else loader.construct_document(node)
-    except RecursionError:
-        raise too_deep() from None
+        return yaml.load(text, _Loader)
+    except RecursionError as error:
+        raise beyond_parser(error) from None
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
@@ -146,19 +129,9 @@ def _parse_yaml(text: str, path: Path) -> Any:
         raise _bad_yaml(f"{path}: {error.reason} at position {error.position}") from None
     except TextFault:
         raise
-    except ValueError as error:  # what looks like a date or an integer, and is none
+    except ValueError as error:  # text that looks like a date or an integer and is neither
         raise _bad_yaml(f"{path}: {error}") from None
 
 
-def _yaml_children(node: yaml.Node | None) -> Iterable[yaml.Node]:
-    match node:
-        case yaml.MappingNode():
-            return (part for pair in node.value for part in pair)
-        case yaml.SequenceNode():
-            return node.value
-        case _:
-            return ()
-
-
 def _bad_yaml(found: str) -> ConfigError:
-    return ConfigError(found, "text that is not in braces is read as YAML of plain values", "mend it there")
+    return ConfigError(found, "text that is not in braces is read as YAML of plain values", "correct it there")

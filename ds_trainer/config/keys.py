@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from functools import cache
 from typing import Any, get_args
@@ -160,6 +160,14 @@ def assign(tree: dict[str, Any], key: str, item: Any) -> None:
                 f"make {part} an object",
             )
     node[last] = item
+
+
+def remove(tree: dict[str, Any], path: Sequence[str | int]) -> None:
+    """Removes the key at the end of a path of nested mappings, if it is there."""
+    node: Any = tree
+    for part in path[:-1]:
+        node = node.get(part, {})
+    node.pop(path[-1], None)
 
 
 def nearest(key: str) -> str | None:

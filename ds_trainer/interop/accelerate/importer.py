@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ds_trainer.config.foreign_files import load_native
+from ds_trainer.config.foreign_files import load_foreign_config
 from ds_trainer.config.keys import assign, flatten
 from ds_trainer.errors import ConfigError
 from ds_trainer.interop.accelerate.enums import check_words
@@ -310,7 +310,7 @@ def _carry_deepspeed(found: Imported, section: Mapping[str, Any], folder: Path) 
     if file is not None:
         beside, path = folder / str(file), Path(str(file))
         path = beside if beside.exists() else path
-        found.lines += _take(found, read_deepspeed(load_native(path), path.name))
+        found.lines += _take(found, read_deepspeed(load_foreign_config(path), path.name))
 
 
 def _carry_deepspeed_other(found: Imported, key: str, name: str, item: Any) -> None:

@@ -8,7 +8,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from ds_trainer.config.foreign_files import load_native
+from ds_trainer.config.foreign_files import load_foreign_config
 from ds_trainer.errors import ConfigError, ConfigErrors
 from ds_trainer.interop.hf.fields import FIELDS, RENAMED, SWITCHES
 from ds_trainer.interop.import_result import Imported
@@ -77,7 +77,7 @@ class HFImport:
         if not isinstance(item, str | Path):
             return item or None
         beside = self.folder / item
-        return load_native(beside if beside.exists() else Path(item))
+        return load_foreign_config(beside if beside.exists() else Path(item))
 
     def holds(self, name: str) -> bool:
         """Whether a field is written, be it with its default."""
