@@ -1,1 +1,1 @@
-"""Process groups, rendezvous, consensus of ranks, devices."""
+"""Process groups, rendezvous, consensus of all ranks, devices."""

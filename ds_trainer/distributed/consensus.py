@@ -1,7 +1,7 @@
-"""Ranks agree before and after what all of them must do: on where they are, on errors, and on stopping.
+"""All ranks agree, around whatever all of them must do, on where they are, on errors, and on stopping.
 
-One all-reduce of a fixed number of float64 carries everything, so that ranks that meet at different places, which is
-what a call made on some ranks only leads to, still meet in the same collective and can tell.
+One all-reduce of a fixed number of float64 carries everything. Ranks at different places, which is where a call made
+on only some ranks leads to, thus enter the same collective and notice the difference.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ MAX_VALUES = 4
 
 @dataclass
 class Consensus:
-    """What all ranks know together after they have met.
+    """What all ranks know after they have agreed.
 
     Args:
         values: This rank's numbers, at most `MAX_VALUES`, to be set before the end of the block.
-        sums: Their sums over the data ranks; all ranks of one model copy have the same numbers, which count once.
+        sums: Their sums over the data-parallel ranks; all ranks of one model replica have the same numbers, which count
+            once.
         stop: Whether any rank was asked to stop.
     """
 
@@ -36,12 +37,12 @@ class Consensus:
 
 
 def agree(mesh: Mesh, place: str, *values: float) -> Consensus:
-    """Meets all ranks at a place, to which user code could bring some of them only.
+    """Agrees with all ranks at a place that user code may have brought only some of them to.
 
     Args:
         mesh: The ranks.
         place: Its name, the same on every rank, such as "step 4" or "save_model()".
-        values: Numbers to sum over the data ranks, at most `MAX_VALUES`.
+        values: Numbers to sum over the data-parallel ranks, at most `MAX_VALUES`.
 
     Comm: one all-reduce of 8 float64 over all ranks.
 
@@ -60,24 +61,24 @@ def consensus(mesh: Mesh, place: str) -> Iterator[Consensus]:
     Comm: that of `agree` at the end of the block; one gather of places and errors if it failed.
 
     Raises:
-        UserError: The error of the lowest rank that raised one, its text naming that rank where others did not fail.
+        UserError: The error of the lowest rank that raised one, its text names that rank if others did not fail.
         DesyncError: Ranks are at different places.
     """
-    outcome, mine = Consensus(), None
+    outcome, own_error = Consensus(), None
     try:
         yield outcome
     except UserError as caught:
-        mine = caught
+        own_error = caught
     count, tag = len(outcome.values), _tag(place)
     padding = [0.0] * (MAX_VALUES - count)
     with mesh.monitor.waiting_at(place):
         tags, squares, failed, stop, *sums = mesh.sum_over_world(
-            tag, tag * tag, mine is not None, signals.pending(), *outcome.values, *padding
+            tag, tag * tag, own_error is not None, signals.pending(), *outcome.values, *padding
         )
         all_well = not failed and mesh.grid.world * int(squares) == int(tags) ** 2
-        everyone = [] if all_well else mesh.gather_over_world((place, call_site(sys._getframe()), mine))
+        reports = [] if all_well else mesh.gather_over_world((place, call_site(sys._getframe()), own_error))
     if not all_well:
-        raise _first_fault(everyone, mesh.grid.rank, mine)
+        raise _first_error(reports, mesh.grid.rank, own_error)
     outcome.sums, outcome.stop = tuple(total / mesh.grid.model_size for total in sums[:count]), stop > 0
 
 
@@ -86,26 +87,26 @@ def _tag(place: str) -> int:
     return int.from_bytes(hashlib.blake2b(place.encode(), digest_size=3).digest()) >> 4
 
 
-def _first_fault(everyone: list, rank: int, mine: UserError | None) -> UserError:
-    """The error of the lowest rank that has one, else that ranks are apart; `everyone` is (place, site, error) each."""
-    errors = [error for _, _, error in everyone]
+def _first_error(reports: list, rank: int, own_error: UserError | None) -> UserError:
+    """The error of the lowest rank that has one, else a DesyncError; a report is (place, call site, error or None)."""
+    errors = [error for _, _, error in reports]
     failed = [rank for rank, error in enumerate(errors) if error is not None]
     if not failed:
-        first: UserError = _desync([(place, site) for place, site, _ in everyone])
+        first: UserError = _desync([(place, site) for place, site, _ in reports])
     else:
-        # Our own object keeps its traceback; another rank's has come through a pickle.
-        first = mine if mine is not None and failed[0] == rank else errors[failed[0]]
+        # This rank's own object has its traceback; another rank's has come through a pickle.
+        first = own_error if own_error is not None and failed[0] == rank else errors[failed[0]]
         if len(failed) < len(errors):
             first.args = (f"on rank {failed[0]}: {first.args[0]}",)
     first.on_all_ranks = True
     return first
 
 
-def _desync(everyone: list[tuple[str, str]]) -> DesyncError:
-    """Names the place that the fewest ranks are at, and of two a call before a step."""
+def _desync(locations: list[tuple[str, str]]) -> DesyncError:
+    """Names the place with the fewest ranks, a call rather than a step; a location is (place, call site)."""
     ranks: dict[str, list[int]] = {}
-    for rank, (place, _) in enumerate(everyone):
+    for rank, (place, _) in enumerate(locations):
         ranks.setdefault(place, []).append(rank)
     few, *others = sorted(ranks, key=lambda place: (len(ranks[place]), not place.endswith("()"), ranks[place]))
-    elsewhere = "; ".join(f"ranks {ranks[place]} are at {place} ({everyone[ranks[place][0]][1]})" for place in others)
-    return DesyncError.entered_by_some(few, ranks[few], everyone[ranks[few][0]][1], elsewhere)
+    elsewhere = "; ".join(f"ranks {ranks[place]} are at {place} ({locations[ranks[place][0]][1]})" for place in others)
+    return DesyncError.entered_by_some(few, ranks[few], locations[ranks[few][0]][1], elsewhere)

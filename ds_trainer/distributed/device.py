@@ -1,4 +1,4 @@
-"""What the devices of this machine can do, asked of torch."""
+"""What the devices of this machine can do, according to torch."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from ds_trainer.errors import MachineError
 
 
 def probe_machine(world: int, device: Literal["cpu", "cuda"] | None = None) -> Machine:
-    """The part of this machine that a config's derived values depend on.
+    """The properties of this machine that a config's derived values depend on.
 
     Args:
         world: Number of ranks.
-        device: Device kind that the config asks for; None: cuda where there is one.
+        device: Device kind that the config sets; None: cuda where there is a GPU.
 
     Raises:
-        MachineError: cuda is asked for, and torch sees no GPU.
+        MachineError: The config sets cuda, and torch sees no GPU.
     """
     if device == "cuda" and not torch.cuda.is_available():
         build = "is built without CUDA" if torch.version.cuda is None else f"is built for CUDA {torch.version.cuda}"
         error = MachineError(
             f"run.device is cuda, and torch sees no GPU (torch {torch.__version__} {build})",
             "cuda needs a GPU, its driver, and a torch that is built for CUDA",
-            "set run.device to cpu or leave it out, or mend the driver (nvidia-smi shows whether it works)",
+            "set run.device to cpu or leave it out, or fix the driver (nvidia-smi shows whether it works)",
         )
         error.on_all_ranks = True  # Every rank of the node sees the same.
         raise error

@@ -10,19 +10,18 @@ from ds_trainer.distributed.process_groups import Mesh
 
 
 def device_mesh(mesh: Mesh, axes: Mapping[str, int]) -> DeviceMesh:
-    """Lays the data ranks out along named axes; neighbouring data ranks differ in the last one.
+    """Arranges the data-parallel ranks along named axes; neighbouring data-parallel ranks differ in the last one.
 
-    The pipeline's and the tensor ranks are further axes, `pp` and `tp`, of the mesh that this one is cut from: the
-    outermost and the innermost.
+    The mesh is a submesh of one with two more axes: `pp`, the outermost, and `tp`, the innermost.
 
     Args:
         mesh: Process groups and device.
         axes: Name -> size, outermost first.
 
     Example:
-        `{"dp_replicate": 2, "dp_shard": 2}` on 4 ranks: ranks 0 and 1 share one copy of the model, 2 and 3 the other.
+        `{"dp_replicate": 2, "dp_shard": 2}` on 4 ranks: ranks 0 and 1 share one replica of the model, 2 and 3 another.
 
-    Comm: with more than one axis, the making of a process group for each row and column.
+    Comm: with more than one axis, a new process group for each row and column.
     """
     if mesh.grid.model_size == 1:
         return init_device_mesh(mesh.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))

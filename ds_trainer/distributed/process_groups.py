@@ -24,34 +24,34 @@ from ds_trainer.launch.rank_grid import Grid
 T = TypeVar("T")
 
 _MARGIN_S = 60.0
-"""The group's own timeout comes later than the monitor's, whose text names who did not come."""
+"""The group's own timeout comes later than the watchdog's, whose text names the ranks that did not come."""
 
 _LAST_TENSORS_S = 0.25
-_holders: list[WeakMethod] = []
+_releases: list[WeakMethod] = []
 _hosts: WeakKeyDictionary[dist.ProcessGroup, tuple[dist.ProcessGroup, Monitor]] = WeakKeyDictionary()
-"""Of each default group its twin on the host and its monitor: one of each, however many trainers a program makes."""
+"""The gloo group and the monitor of each default group: one of each, however many trainers a program makes."""
 
 
 @dataclass(frozen=True)
 class Mesh:
     """This rank's place in the world, its device and its process groups.
 
-    Groups named `host` are over gloo, for numbers and objects that live on the host: no GPU is waited for, and no
-    collective of the engine's can be taken for one of these.
+    Groups named `host` use gloo, for numbers and objects on the host: they wait for no GPU, and their collectives
+    cannot be mixed up with the engine's.
 
     Args:
         grid: Rank arithmetic.
         device: Device that this rank computes on.
-        dp_group: Ranks that hold the same part of the model and see different samples.
-        tp_group: Ranks that share this rank's layers, and see the same samples.
-        pp_group: Ranks of this rank's pipeline, in its order; they see the same samples.
-        model_group: Ranks that hold one copy of the model together: tensor ranks of all stages.
+        dp_group: Ranks that hold the same shards of the model and see different samples.
+        tp_group: Ranks that shard this rank's layers among them, and see the same samples.
+        pp_group: Ranks of this rank's pipeline, in stage order; they see the same samples.
+        model_group: Ranks that hold one replica of the model together: the tensor-parallel ranks of all stages.
         host_group: All ranks.
-        dp_host_group: Those of `dp_group`.
-        tp_host_group: Those of `tp_group`.
-        pp_host_group: Those of `pp_group`.
-        model_host_group: Those of `model_group`.
-        monitor: Watches over this rank and tells it of the others' end.
+        dp_host_group: The ranks of `dp_group`.
+        tp_host_group: The ranks of `tp_group`.
+        pp_host_group: The ranks of `pp_group`.
+        model_host_group: The ranks of `model_group`.
+        monitor: Ends this rank when another one fails, and the others when this one does.
     """
 
     grid: Grid
@@ -68,7 +68,7 @@ class Mesh:
     monitor: Monitor
 
     def sum_over_dp(self, *values: float) -> list[float]:
-        """Sums float64 numbers over the data ranks.
+        """Sums float64 numbers over the data-parallel ranks.
 
         Comm: one all-reduce over `dp_host_group`, 8 bytes per value.
         """
@@ -94,26 +94,26 @@ class Mesh:
         return tensor.tolist()
 
     def gather_over_world(self, value: object) -> list:
-        """One picklable object from each rank, in rank order, on every rank."""
+        """Gathers one picklable object from each rank, in rank order, on every rank."""
         return self._gather(value, self.host_group)
 
     def gather_over_dp(self, value: object) -> list:
-        """One picklable object from each data rank, in their order, on every rank."""
+        """Gathers one picklable object from each rank of `dp_group`, in dp order, on each of them."""
         return self._gather(value, self.dp_host_group)
 
     def gather_over_tp(self, value: object) -> list:
-        """One picklable object from each tensor rank, in their order, on every rank."""
+        """Gathers one picklable object from each rank of `tp_group`, in tp order, on each of them."""
         return self._gather(value, self.tp_host_group)
 
     def gather_over_pp(self, value: object) -> list:
-        """One picklable object from each rank of the pipeline, in its order, on every rank."""
+        """Gathers one picklable object from each rank of the pipeline, in stage order, on each of them."""
         return self._gather(value, self.pp_host_group)
 
     def broadcast_object_over_pp(self, value: T | None) -> T:
-        """The picklable object of the one rank of the pipeline that has any, on every rank of it.
+        """Sends the picklable object of the one pipeline rank that has it to all ranks of the pipeline.
 
         Args:
-            value: It, or None.
+            value: The object on the rank that has it, None on the others.
 
         Comm: one gather of a truth value and one broadcast over `pp_host_group`; none without a pipeline.
         """
@@ -138,7 +138,7 @@ class Mesh:
             dist.broadcast(tensor, src=0)
 
     def broadcast_over_dp(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Overwrites tensors with those of the first data rank that holds the same part of the model.
+        """Overwrites tensors with those of the first data-parallel rank, which holds the same shards of the model.
 
         Comm: one broadcast per tensor over `dp_group`, of its own bytes.
         """
@@ -147,22 +147,22 @@ class Mesh:
 
 
 def init_mesh(grid: Grid, device_kind: Literal["cpu", "cuda"], timeouts: Timeouts = DEFAULTS) -> Mesh:
-    """Joins the process group, or takes the one that exists, picks this rank's device, and starts its monitor.
+    """Joins the process group, or takes an existing one, picks this rank's device, and starts its watchdog.
 
     Args:
-        grid: This rank's place.
+        grid: This rank's coordinates.
         device_kind: What to compute on.
         timeouts: How long ranks may stand still, and wait for one another.
 
     Raises:
         MachineError: The group cannot be formed, has another size than the launcher says, or this rank has no device.
     """
-    # DeepSpeed takes the first accelerator it finds unless told; it reads this when it is imported.
+    # Without this DeepSpeed takes the first accelerator that it finds; it reads the variable when it is imported.
     os.environ.setdefault("DS_ACCELERATOR", device_kind)
     device = _pick_device(grid, device_kind)
     if not dist.is_initialized():
         _join(grid, device, _group_timeout(timeouts))
-    _leave_at_exit()  # Also one that `TrainingArguments` have formed.
+    _leave_at_exit()  # Also a group that `TrainingArguments` have formed.
     if dist.get_world_size() != grid.world or dist.get_rank() != grid.rank:
         raise MachineError(
             f"the process group has rank {dist.get_rank()} of {dist.get_world_size()}, "
@@ -174,23 +174,23 @@ def init_mesh(grid: Grid, device_kind: Literal["cpu", "cuda"], timeouts: Timeout
     assert group is not None
     host_group, monitor = _host(group, timeouts)
     axes = (grid.dp_ranks, grid.tp_ranks, grid.pp_ranks, grid.model_ranks)
-    dp, tp, pp, model = _own(axes, group, timeouts)
-    dp_host, tp_host, pp_host, model_host = _own(axes, host_group, timeouts, "gloo")
+    dp, tp, pp, model = _groups_of_this_rank(axes, group, timeouts)
+    dp_host, tp_host, pp_host, model_host = _groups_of_this_rank(axes, host_group, timeouts, "gloo")
     return Mesh(grid, device, dp, tp, pp, model, host_group, dp_host, tp_host, pp_host, model_host, monitor)
 
 
-def _own(
+def _groups_of_this_rank(
     axes: Sequence[list[list[int]]], world: dist.ProcessGroup, timeouts: Timeouts, backend: str | None = None
 ) -> list[dist.ProcessGroup]:
-    """For each axis this rank's group of those that share the world; axes that do so alike have one group."""
+    """This rank's process group along each axis; axes that split the world into the same groups share one."""
     groups: list[dist.ProcessGroup] = []
-    for everyones in axes:
-        if everyones in axes[: len(groups)]:
-            groups.append(groups[axes.index(everyones)])
-        elif len(everyones) == 1:
+    for rank_lists in axes:
+        if rank_lists in axes[: len(groups)]:
+            groups.append(groups[axes.index(rank_lists)])
+        elif len(rank_lists) == 1:
             groups.append(world)
         else:
-            own, _ = dist.new_subgroups_by_enumeration(everyones, timeout=_group_timeout(timeouts), backend=backend)
+            own, _ = dist.new_subgroups_by_enumeration(rank_lists, timeout=_group_timeout(timeouts), backend=backend)
             assert own is not None
             groups.append(own)
     return groups
@@ -215,7 +215,7 @@ def _pick_device(grid: Grid, kind: str) -> torch.device:
     if grid.local_rank >= torch.cuda.device_count():
         raise MachineError(
             f"local rank {grid.local_rank} has no GPU: this node shows {torch.cuda.device_count()}",
-            "every rank needs a GPU of its own",
+            "every rank needs its own GPU",
             "launch no more processes per node than it has GPUs, or set run.device to cpu; under SLURM ask for "
             "--gpus-per-node, not --gpus-per-task",
         )
@@ -236,25 +236,25 @@ def _join(grid: Grid, device: torch.device, timeout: timedelta) -> None:
 
 
 def _leave_at_exit() -> None:
-    """Ends gloo's threads: left to the interpreter's end they abort some finished processes with exit code 134."""
+    """Ends gloo's threads at exit: the interpreter's end aborts some finished processes with code 134 otherwise."""
     atexit.register(_leave, os.getpid())
 
 
 def release_at_exit(release: Callable[[], None]) -> None:
-    """Calls a bound method when the process ends, if its object still lives then: what holds on to the group lets go.
+    """Calls a bound method when the process ends, if its object still lives: it drops its references to the group.
 
-    DDP's reducer does, and the threads of a group that somebody holds do not end with it.
+    DDP's reducer refers to the group, and the threads of a group do not end while an object refers to it.
     """
-    _holders.append(WeakMethod(release))
+    _releases.append(WeakMethod(release))
 
 
 def _leave(pid: int) -> None:
     if os.getpid() != pid or not dist.is_initialized():
         return
-    for holder in _holders:
-        if (release := holder()) is not None:
+    for reference in _releases:
+        if (release := reference()) is not None:
             release()
-    gc.collect()  # What has let go lies in cycles of references.
+    gc.collect()  # The released objects are in reference cycles.
     dist.destroy_process_group()
-    # A thread of gloo's that still frees a finished collective's tensors needs the interpreter, and aborts without it.
+    # A gloo thread that still frees a finished collective's tensors aborts without the interpreter.
     time.sleep(_LAST_TENSORS_S)

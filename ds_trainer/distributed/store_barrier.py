@@ -1,4 +1,4 @@
-"""Waits for ranks that may take any time, such as one whose node prepares its data: a collective would time out."""
+"""Barriers that wait for any time, such as for a rank that prepares its data: a collective would time out."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from ds_trainer.errors import UserError
 from ds_trainer.health.expected_wait import expected_wait
 
 _POLL_S = 0.05
-_PARTING_S = 20.0
-_visits: Counter[str] = Counter()
+_BEFORE_EXIT_S = 20.0
+_counts: Counter[str] = Counter()
 
 
 @contextmanager
 def barrier_after(mesh: Mesh, place: str) -> Iterator[None]:
-    """Runs a block that may take any time, and waits at its end until all ranks have run it or failed in it.
+    """Runs a block that may take any time, then waits until all ranks have run it or failed in it.
 
-    A rank that ends meanwhile ends all, as everywhere.
+    A rank that ends meanwhile ends all ranks, as everywhere.
 
     Args:
         mesh: The ranks.
@@ -36,25 +36,25 @@ def barrier_after(mesh: Mesh, place: str) -> Iterator[None]:
         try:
             yield
         except UserError:  # The next consensus raises it on all ranks; any other exception ends all at once.
-            _await_all(mesh.grid.world, place)
+            _wait_for_all(mesh.grid.world, place)
             raise
-        _await_all(mesh.grid.world, place)
+        _wait_for_all(mesh.grid.world, place)
 
 
 def barrier_before_exit(mesh: Mesh, place: str) -> None:
-    """Lets ranks that end together end together: a launcher kills the others once one has ended with an error.
+    """Waits for the other ranks before this one ends: a launcher kills them once one has ended with an error.
 
-    Waits a limited time: a rank may have ended by itself.
+    Waits for a limited time: a rank may have ended by itself.
     """
     with suppress(dist.DistError):  # Rank 0, which serves the store, is done.
-        _await_all(mesh.grid.world, place, limit_s=_PARTING_S)
+        _wait_for_all(mesh.grid.world, place, limit_s=_BEFORE_EXIT_S)
 
 
-def _await_all(world: int, place: str, limit_s: float = float("inf")) -> None:
+def _wait_for_all(world: int, place: str, limit_s: float = float("inf")) -> None:
     if world == 1:
         return
-    _visits[place] += 1
-    key, store = f"ds_trainer/{place}/{_visits[place]}", _get_default_store()
+    _counts[place] += 1
+    key, store = f"ds_trainer/{place}/{_counts[place]}", _get_default_store()
     arrived, began = store.add(key, 1), time.monotonic()
     while arrived < world and time.monotonic() - began < limit_s:
         time.sleep(_POLL_S)
