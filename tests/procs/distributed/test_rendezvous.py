@@ -32,7 +32,7 @@ def test_ranks_share_one_store(world):
 
 def wait_in_vain(rank, port):
     """One rank of two, alone: the two parts of its error, and what it said before."""
-    rendezvous._SILENCE_S, rendezvous._STRANGER_S = 0.0, 0.5
+    rendezvous._QUIET_S, rendezvous._NO_ANSWER_S = 0.0, 0.5
     os.environ["MASTER_PORT"] = str(port)
     said = io.StringIO()
     with redirect_stderr(said), pytest.raises(MachineError) as error:
