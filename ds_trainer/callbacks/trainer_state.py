@@ -46,13 +46,21 @@ class TrainerState:
         norm = self.grad_norm if math.isfinite(self.grad_norm) else None
         return kept | {"grad_norm": norm, "log_history": [to_line(metrics) for metrics in self.log_history]}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Sets what `state_dict` returned, but for `max_steps`, which the config and the data say."""
+    def load_state_dict(self, state: Mapping[str, Any], planned_steps: int) -> None:
+        """Sets what `state_dict` returned.
+
+        Args:
+            state: It, with the `planned_steps` of the run that saved it.
+            planned_steps: Optimizer steps of this run by config and data; it has as many, unless it was planned as long
+                before and a callback had ended it.
+        """
         for f in fields(self):
             if f.name != "max_steps":
                 setattr(self, f.name, state[f.name])
         self.grad_norm = math.inf if state["grad_norm"] is None else state["grad_norm"]
         self.log_history = [from_line(line) for line in state["log_history"]]
+        ended_early = state["max_steps"] < state["planned_steps"] == planned_steps
+        self.max_steps = state["max_steps"] if ended_early else planned_steps
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +10,13 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
+from ds_trainer.checkpoint.disk_space import require_checkpoint_space
 from ds_trainer.checkpoint.export import write_config_and_tokenizer
 from ds_trainer.checkpoint.rng import rng_state
 from ds_trainer.checkpoint.save import RankState, SharedState, save
 from ds_trainer.checkpoint.shard_reader import ShardReader
 from ds_trainer.checkpoint.shard_writer import make_shards, state_slice
+from ds_trainer.checkpoint.trial_save import trial_save
 from ds_trainer.checkpoint.verified import VerifiedCheckpoint
 from ds_trainer.distributed.consensus import consensus
 from ds_trainer.engines.base import Engine
@@ -59,6 +61,24 @@ def save_checkpoint(run: Run, output_dir: Path, step: int, state: Mapping[str, A
 def _write_config_and_tokenizer(run: Run, folder: Path) -> None:
     if isinstance(run.model, PreTrainedModel):
         write_config_and_tokenizer(run.model, run.tokenizer, folder, run.export_dtype)
+
+
+def check_saving(run: Run, state_dict: Callable[[], Mapping[str, Any]], num_saves: int) -> None:
+    """Checks on rank 0, before the first step, that checkpoints and the export can be written; a collective.
+
+    Args:
+        run: The run.
+        state_dict: Returns the trainer's own part of a checkpoint.
+        num_saves: Checkpoints that are due in the rest of the run.
+
+    Raises:
+        UserError: On every rank: something cannot be saved, or there is not enough disk space.
+    """
+    with consensus(run.mesh, "the trial save"):
+        if run.mesh.grid.rank == 0:
+            config = run.resolved.config
+            require_checkpoint_space(config, run.num_trained, num_saves)
+            trial_save(Path(config.run.output_dir), run.model, run.tokenizer, run.export_dtype, state_dict())
 
 
 def load_checkpoint(run: Run, checkpoint: VerifiedCheckpoint, state: Mapping[str, Any]) -> RankState:

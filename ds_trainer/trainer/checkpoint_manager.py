@@ -14,7 +14,7 @@ from ds_trainer.log import get_logger, rank
 from ds_trainer.metrics import EvalMetrics
 
 
-class CheckpointKeeper:
+class CheckpointManager:
     """Saves by the config's rules. Every rank holds one, and calls its methods at the same moments.
 
     Args:

@@ -70,7 +70,7 @@ def prompts_to_continue(
     return prompts
 
 
-def continued(run: Run, step: int) -> list[Generation]:
+def continue_samples(run: Run, step: int) -> list[Generation]:
     """What the model makes of the run's evaluation prompts, as texts; a collective."""
     if not run.eval_prompts:
         return []
@@ -89,7 +89,7 @@ def continued(run: Run, step: int) -> list[Generation]:
     ]
 
 
-def show(generations: Sequence[Generation]) -> None:
+def show_samples(generations: Sequence[Generation]) -> None:
     """Prints them: the end of each prompt, and the beginnings of the two answers."""
     for one in generations:
         prompt = one.prompt if len(one.prompt) <= SHOWN_CHARS else f"… {one.prompt[-SHOWN_CHARS:]}"
@@ -101,7 +101,7 @@ def _cut(text: str) -> str:
     return text if len(text) <= SHOWN_CHARS else f"{text[:SHOWN_CHARS]} …"
 
 
-def keep(path: Path, generations: Sequence[Generation]) -> None:
+def write_samples(path: Path, generations: Sequence[Generation]) -> None:
     """Adds lines to the file, in place of those of this step and later ones, which a resumed run makes anew.
 
     The run itself does not end for them: what a full disk does not take has been shown at least.

@@ -15,9 +15,11 @@ from ds_trainer.data.loader import BatchLoader
 from ds_trainer.distributed.consensus import consensus
 from ds_trainer.distributed.process_groups import Mesh
 from ds_trainer.engines.base import Engine
-from ds_trainer.executors.base import Evaluated, Executor
+from ds_trainer.executors.base import Evaluated
 from ds_trainer.launch.signals import StopRequested
-from ds_trainer.loss import IGNORE_INDEX, Batch, LossFunction, with_logits
+from ds_trainer.loss import IGNORE_INDEX, Batch, with_logits
+from ds_trainer.models.load_weights import persistent_buffers
+from ds_trainer.trainer.run import Run
 
 
 @dataclass(frozen=True)
@@ -40,53 +42,39 @@ class EvaluationResult:
 
 
 def run_evaluation(
-    loader: BatchLoader,
-    engine: Engine,
-    executor: Executor,
-    loss: LossFunction,
-    mesh: Mesh,
-    collect_predictions: bool = False,
-    after_microbatch: Callable[[], None] = lambda: None,
+    run: Run, loader: BatchLoader, collect_predictions: bool, after_microbatch: Callable[[], None]
 ) -> EvaluationResult:
-    """Runs the whole data set once, in constant memory unless predictions are collected.
+    """Runs a data set once, in constant memory unless predictions are collected.
 
     Every rank runs the same number of forward passes, fillers included, since ZeRO-3 gathers parameters in each.
 
     Args:
+        run: Its model, executor and loss.
         loader: The data set.
-        engine: Holds the model.
-        executor: Runs it.
-        loss: Sums the losses.
-        mesh: Process groups.
         collect_predictions: Whether logits and labels are wanted.
         after_microbatch: Called for every micro-batch that has been evaluated.
 
-    Comm: a consensus of all ranks per global batch, or of a pipeline per some of them, that all have their samples,
-        and one all-reduce of two numbers over the data ranks; with predictions, one gather of them at the end; of a
-        pipeline the same from its last stage to the others.
+    Comm: a broadcast of each persistent buffer over the data-parallel ranks; a consensus of all ranks per global batch,
+        or of a pipeline per some of them, that all have their samples; one all-reduce of two numbers over the
+        data-parallel ranks; with predictions, one gather of them at the end; of a pipeline the same from its last stage
+        to the others.
 
     Raises:
-        UserError: A rank's samples are wrong; on every rank, in its words.
+        UserError: A rank's samples are wrong; on every rank.
         StopRequested: A signal asks for the end of the run.
     """
+    mesh, executor, engine = run.mesh, run.executor, run.engine
+    loss = with_logits(run.loss) if collect_predictions else run.loss
+    # Running statistics are of each rank's own samples. The first rank's are evaluated, and are what is exported.
+    mesh.broadcast_over_dp(buffer for _, buffer in persistent_buffers(run.model))
     began = time.monotonic()
-    if collect_predictions:
-        loss = with_logits(loss)
     local_sum, local_tokens = 0.0, 0
     rows: list[tuple[int, np.ndarray, np.ndarray]] = []
-    every = loader.sampler.steps_per_epoch
+    num_steps = loader.sampler.steps_per_epoch
     with closing(loader), eval_mode(engine), torch.no_grad():
-        for first in range(0, every, executor.at_once):
-            steps = range(first, min(first + executor.at_once, every))
-            place = f"batch {first + 1} of the evaluation"
-            mesh.monitor.at(place)
-            with consensus(mesh, place) as outcome:
-                batches = [batch for step in steps for batch in loader.step(step)]
-                own = batch_digest(batches, mesh.grid)
-                outcome.values = (digest_term(own, mesh.grid),)
-            if outcome.stop:
-                raise StopRequested
-            check_same_batches(outcome.sums[0], own, mesh, place)
+        for first in range(0, num_steps, executor.at_once):
+            steps = range(first, min(first + executor.at_once, num_steps))
+            batches = _read(loader, steps, mesh)
             local_tokens += sum(loss.num_tokens(batch) for batch in batches)
             found = executor.evaluate(batches, loss, collect_predictions)
             for _ in batches:
@@ -100,6 +88,25 @@ def run_evaluation(
     predictions, labels = mesh.broadcast_object_over_pp(_gathered(rows, mesh)) if collect_predictions else (None, None)
     mean = loss_sum / num_tokens if num_tokens else float("nan")
     return EvaluationResult(mean, int(num_tokens), time.monotonic() - began, predictions, labels)
+
+
+def _read(loader: BatchLoader, steps: range, mesh: Mesh) -> list[Batch]:
+    """This rank's micro-batches of some global batches, once all ranks have theirs.
+
+    Raises:
+        UserError: A rank's samples are wrong, or ranks that share samples have different ones; on every rank.
+        StopRequested: A signal asks for the end of the run.
+    """
+    place = f"batch {steps.start + 1} of the evaluation"
+    mesh.monitor.at(place)
+    with consensus(mesh, place) as outcome:
+        batches: list[Batch] = [batch for step in steps for batch in loader.step(step)]
+        digest = batch_digest(batches, mesh.grid)
+        outcome.values = (digest_term(digest, mesh.grid),)
+    if outcome.stop:
+        raise StopRequested
+    check_same_batches(outcome.sums[0], digest, mesh, place)
+    return batches
 
 
 @contextmanager
@@ -125,7 +132,7 @@ def _rows(
 
 
 def _gathered(rows: list, mesh: Mesh) -> tuple[np.ndarray, np.ndarray] | None:
-    """Logits and labels of every data rank; None on a stage that has none."""
+    """Logits and labels of every data-parallel rank; None on a stage that has none."""
     everyone = sorted((row for part in mesh.gather_over_dp(rows) for row in part), key=lambda row: row[0])
     if not everyone:
         return None
@@ -141,10 +148,11 @@ def _padded(arrays: list[np.ndarray]) -> np.ndarray:
     return out
 
 
-def prediction_metrics(result: EvaluationResult, compute_metrics: Callable | None) -> dict[str, float]:
-    """What the user's `compute_metrics(EvalPrediction)` returns for a pass; empty without one."""
+def prediction_metrics(result: EvaluationResult, compute_metrics: Callable | None, prefix: str) -> dict[str, float]:
+    """What the user's `compute_metrics(EvalPrediction)` returns, as `<prefix>_<name>`; empty without one."""
     if compute_metrics is None or result.predictions is None or result.label_ids is None:
         return {}
     from transformers import EvalPrediction
 
-    return dict(compute_metrics(EvalPrediction(predictions=result.predictions, label_ids=result.label_ids)))
+    found = compute_metrics(EvalPrediction(predictions=result.predictions, label_ids=result.label_ids))
+    return {f"{prefix}_{name}": float(value) for name, value in found.items()}

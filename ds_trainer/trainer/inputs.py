@@ -107,7 +107,7 @@ def _steps_per_epoch(args: TrainingArguments, train_dataset: Any) -> int | None:
 
 
 @dataclass(frozen=True)
-class Ingredients:
+class TrainerInputs:
     """What the user handed to `Trainer`, beside the config."""
 
     model: nn.Module | None = None

@@ -244,6 +244,16 @@ def check_length(checkpoint: VerifiedCheckpoint, state: TrainerState) -> None:
         )
 
 
+def log_resumed(checkpoint: VerifiedCheckpoint, state: TrainerState) -> None:
+    """Logs where the run goes on, and whether there is anything left to train."""
+    if state.global_step >= state.max_steps:
+        text = "%s is the end of a finished run of %d steps: nothing is left to train"
+        get_logger().info(text, checkpoint.folder, state.max_steps)
+    else:
+        done, total = state.global_step, state.max_steps
+        get_logger().info("resumed from %s: %d of %d steps are done", checkpoint.folder, done, total)
+
+
 def _dumped(config: RunConfig) -> dict[str, Any]:
     return config.model_dump(mode="json", by_alias=True)
 

@@ -14,6 +14,7 @@ from ds_trainer.data.loader_factory import LoaderFactory
 from ds_trainer.data.prompts import Prompt
 from ds_trainer.distributed.process_groups import Mesh
 from ds_trainer.engines.base import Engine, EngineFacts
+from ds_trainer.errors import ConfigError
 from ds_trainer.executors.base import Executor
 from ds_trainer.loss import LossFunction
 
@@ -58,3 +59,32 @@ class Run:
     data_probes: tuple[str | None, ...] | None
     num_trained: int
     checkpoint: VerifiedCheckpoint | None
+
+    def planned_steps(self) -> int:
+        """Optimizer steps by config and training data; 0 without training data."""
+        if self.train_loader is None:
+            return 0
+        sampler, config = self.train_loader.sampler, self.resolved.config.run
+        bounds = [config.max_steps, sampler.steps_of(config.epochs) if config.epochs is not None else None]
+        return min(bound for bound in bounds if bound is not None)
+
+    def training_data(self) -> BatchLoader:
+        """The loader of the training data.
+
+        Raises:
+            ConfigError: The run has none.
+        """
+        if self.train_loader is None:
+            raise ConfigError(
+                "there is no training data",
+                "training needs data.train or Trainer(train_dataset=...)",
+                "set data.train to json, jsonl or parquet files",
+            )
+        return self.train_loader
+
+    def close(self) -> None:
+        """Releases the engine's files and hooks, and ends the data workers."""
+        self.engine.close()
+        for loader in (self.train_loader, self.eval_loader):
+            if loader is not None:
+                loader.close()

@@ -75,13 +75,13 @@ from ds_trainer.planning.pp_costs import FACTS, ModelParts, Ranges
 from ds_trainer.planning.pp_schedules import splits_backward, stages_of
 from ds_trainer.run_folder import claimed
 from ds_trainer.trainer.eval_samples import prompts_to_continue
-from ds_trainer.trainer.inputs import Ingredients
+from ds_trainer.trainer.inputs import TrainerInputs
 from ds_trainer.trainer.resume_checks import check_layout, check_model, check_run, check_world, find_checkpoint
 from ds_trainer.trainer.run import Run
 from ds_trainer.trainer.verify_setup import check_asked_is_got
 
 
-def assemble(config: RunConfig, origins: dict[str, str], given: Ingredients) -> Run:
+def set_up(config: RunConfig, origins: dict[str, str], given: TrainerInputs) -> Run:
     """Makes every part of a run, in order.
 
     Raises:
@@ -92,7 +92,7 @@ def assemble(config: RunConfig, origins: dict[str, str], given: Ingredients) -> 
     machine = replace(probe_machine(grid.world, config.run.device), node_ranks=grid.local_world)
     mesh = init_mesh(grid, machine.device, Timeouts(config.run.stuck_timeout_s, config.run.collective_timeout_s))
     with mesh.monitor.guard():
-        return _assemble_on(mesh, machine, config, origins, given)
+        return _set_up_on(mesh, machine, config, origins, given)
 
 
 def _grid(config: RunConfig, origins: dict[str, str]) -> Grid:
@@ -107,7 +107,7 @@ def _grid(config: RunConfig, origins: dict[str, str]) -> Grid:
     return replace(grid, tp_size=config.parallel.tp, pp_size=config.parallel.pp)
 
 
-def _assemble_on(mesh: Mesh, machine: Machine, config: RunConfig, origins: dict[str, str], given: Ingredients) -> Run:
+def _set_up_on(mesh: Mesh, machine: Machine, config: RunConfig, origins: dict[str, str], given: TrainerInputs) -> Run:
     grid = mesh.grid
     with consensus(mesh, "the config"):
         spec = None if given.model is not None else _read_spec(config)
@@ -273,7 +273,12 @@ def _engine(
 
 
 def _loss(
-    model: Any, split: ModelSplit, staged: StagedModel | None, resolved: ResolvedConfig, given: Ingredients, mesh: Mesh
+    model: Any,
+    split: ModelSplit,
+    staged: StagedModel | None,
+    resolved: ResolvedConfig,
+    given: TrainerInputs,
+    mesh: Mesh,
 ) -> LossFunction:
     """The run's loss; one that is computed in chunks is part of the model's forward."""
     config = resolved.config.loss
@@ -358,7 +363,7 @@ def _has_tokenizer(folder: str) -> bool:
 
 
 def _loader_factory(
-    resolved: ResolvedConfig, given: Ingredients, tokenizer: Any, spec: ModelSpec | None, grid: Grid
+    resolved: ResolvedConfig, given: TrainerInputs, tokenizer: Any, spec: ModelSpec | None, grid: Grid
 ) -> LoaderFactory:
     """Knows the model's limits: its positions, and the rows of its embedding unless that will be grown."""
     model: Any = given.model

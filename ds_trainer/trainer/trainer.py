@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -15,31 +14,33 @@ from ds_trainer.callbacks.base import restore_states, states_of
 from ds_trainer.callbacks.hf import adapted
 from ds_trainer.callbacks.make import built_in_callbacks
 from ds_trainer.callbacks.trainer_state import TrainerControl, TrainerState
-from ds_trainer.checkpoint.disk_space import require_checkpoint_space
-from ds_trainer.checkpoint.folder import STATE, remove_unfinished_saves
+from ds_trainer.checkpoint.folder import STATE
 from ds_trainer.checkpoint.rng import set_rng_state
 from ds_trainer.checkpoint.save import RankState
-from ds_trainer.checkpoint.trial_save import trial_save
 from ds_trainer.checkpoint.verified import VerifiedCheckpoint
-from ds_trainer.distributed.consensus import agree, consensus
-from ds_trainer.distributed.memory import peak_memory_bytes
-from ds_trainer.distributed.store_barrier import barrier_before_exit
+from ds_trainer.distributed.consensus import agree
 from ds_trainer.engines.replica_check import check_replicas
-from ds_trainer.errors import ConfigError, DsTrainerError, UserError, report_error
-from ds_trainer.executors.step import StepLoss, run_step
 from ds_trainer.launch import signals
 from ds_trainer.launch.signals import StopRequested
-from ds_trainer.log import get_logger, warn_once
+from ds_trainer.log import get_logger
 from ds_trainer.metrics import EvalMetrics, WindowMean
-from ds_trainer.optim import lr_factor
-from ds_trainer.run_folder import claimed, set_aside_earlier_run
-from ds_trainer.trainer.checkpoint_io import load_checkpoint, save_checkpoint
-from ds_trainer.trainer.checkpoint_manager import CheckpointKeeper
-from ds_trainer.trainer.inference import ModelCalls, guarded
-from ds_trainer.trainer.inputs import ConfigSource, Ingredients, loaded_config
+from ds_trainer.run_folder import GENERATIONS
+from ds_trainer.trainer.checkpoint_io import check_saving, load_checkpoint, save_checkpoint
+from ds_trainer.trainer.checkpoint_manager import CheckpointManager
+from ds_trainer.trainer.collective import collective
+from ds_trainer.trainer.ending import log_idle_steps, log_stop, orderly_end, stop_reasons
+from ds_trainer.trainer.eval_samples import show_samples, write_samples
+from ds_trainer.trainer.generation import Decoding, Messages, generate_texts
+from ds_trainer.trainer.inference import evaluate, predict
+from ds_trainer.trainer.inputs import ConfigSource, TrainerInputs, loaded_config
+from ds_trainer.trainer.learning_rate import LearningRate
+from ds_trainer.trainer.model_export import save_model
 from ds_trainer.trainer.non_finite import NonFinitePolicy
-from ds_trainer.trainer.resume_checks import check_length
-from ds_trainer.trainer.setup import assemble
+from ds_trainer.trainer.output_folder import OutputFolder
+from ds_trainer.trainer.requests import agree_on_requests
+from ds_trainer.trainer.resume_checks import check_length, log_resumed
+from ds_trainer.trainer.setup import set_up
+from ds_trainer.trainer.step import StepMeter, close_window, run_passes, step_name, update_weights
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -48,7 +49,7 @@ _CHECKED_STEPS = 3
 """After so many first steps of a process tensor ranks are held to equal copies of what each of them holds whole."""
 
 
-class Trainer(ModelCalls):
+class Trainer:
     """Trains a Hugging Face model by one config. Arguments are named as those of transformers' `Trainer`.
 
     Args:
@@ -89,7 +90,7 @@ class Trainer(ModelCalls):
         run_config, origins = loaded_config(config, args, model, train_dataset)
         optimizer, self.lr_scheduler = optimizers
         self.optimizer_is_given = optimizer is not None
-        given = Ingredients(
+        inputs = TrainerInputs(
             model=model if isinstance(model, nn.Module) else None,
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
@@ -100,7 +101,7 @@ class Trainer(ModelCalls):
             scheduler=self.lr_scheduler,
         )
         with signals.listening():
-            self.run = assemble(run_config, origins, given)
+            self.run = set_up(run_config, origins, inputs)
         self.config = self.run.resolved.config
         self.engine = self.run.engine
         self.is_world_process_zero = self.run.mesh.grid.rank == 0
@@ -108,28 +109,23 @@ class Trainer(ModelCalls):
         self.callbacks = [*built_in_callbacks(self.config, self.is_world_process_zero), *callbacks]
         self.control = TrainerControl()
         self._compute_metrics = compute_metrics
-        self._base_lrs = [group["lr"] for group in self.engine.param_groups()]
+        self._learning_rate = LearningRate(self.config.schedule, self.engine, self.lr_scheduler)
         self.window = WindowMean()
         self._unchecked_steps = _CHECKED_STEPS
         self._stop_signal = False
-        self._holds_folder = False
-        self._keeper = CheckpointKeeper(self.config, self.state, self._save)
+        self._output_folder = OutputFolder(self.run)
+        self._checkpoints = CheckpointManager(self.config, self.state, self._save)
         self._random: RankState | None = None
         if self.run.train_loader is not None:
             self.non_finite = NonFinitePolicy(self.config, self.run.train_loader.sampler, self.run.mesh)
             if self.run.checkpoint is not None:
                 self._resume(self.run.checkpoint)
-        if self.lr_scheduler is None:
-            self._set_lr()
+        self._learning_rate.start(self.state.global_step, self.state.max_steps)
         self._call("on_init_end")
 
     def planned_steps(self) -> int:
         """Optimizer steps of the run by config and data."""
-        if self.run.train_loader is None:
-            return 0
-        sampler, run = self.run.train_loader.sampler, self.config.run
-        bounds = [run.max_steps, sampler.steps_of(run.epochs) if run.epochs is not None else None]
-        return min(bound for bound in bounds if bound is not None)
+        return self.run.planned_steps()
 
     def train(self) -> TrainerState:
         """Runs every step, the evaluations, and the export at the end.
@@ -137,54 +133,17 @@ class Trainer(ModelCalls):
         Raises:
             UserError: No training data; a loss or gradient that is not finite; an export that cannot be written.
         """
-        if self.run.train_loader is None:
-            raise ConfigError(
-                "there is no training data",
-                "training needs data.train or Trainer(train_dataset=...)",
-                "set data.train to json, jsonl or parquet files",
-            )
-        ends_together = False
-        try:
-            with signals.listening(), self.run.mesh.monitor.guard(), self._output_folder():
-                self._train()
-        except StopRequested:
-            ends_together = True
-            raise
-        except DsTrainerError as error:
-            report_error(error)  # At once: a launcher kills this rank as soon as another one has ended.
-            ends_together = isinstance(error, UserError) and error.on_all_ranks
-            raise
-        finally:  # After the guard: a tracker that is slow to end does not keep an error from the other ranks.
-            for callback in self.callbacks:
-                callback.close()
-            if ends_together:
-                barrier_before_exit(self.run.mesh, "the end of train()")
+        self.run.training_data()
+        mesh, folder = self.run.mesh, self._output_folder
+        with orderly_end(mesh, self.callbacks), signals.listening(), mesh.monitor.guard(), folder.locked():
+            self._train()
         return self.state
-
-    @contextmanager
-    def _output_folder(self) -> Iterator[None]:
-        """Holds the output folder on rank 0 and sets an earlier run's metrics aside."""
-        with ExitStack() as stack:
-            agree(self.run.mesh, "train()")
-            with consensus(self.run.mesh, "the output folder"):
-                if self.is_world_process_zero:
-                    output_dir = Path(self.config.run.output_dir)
-                    stack.enter_context(claimed(output_dir))
-                    remove_unfinished_saves(output_dir)
-                    if self.run.checkpoint is None:
-                        set_aside_earlier_run(output_dir)
-            self._holds_folder = True
-            try:
-                yield
-            finally:
-                self._holds_folder = False
 
     def _train(self) -> None:
         try:
-            with consensus(self.run.mesh, "the trial save"):
-                self._trial_save()
+            check_saving(self.run, self.state_dict, self._checkpoints.saves_left())
             self._call("on_train_begin")
-            self._agree_on_wishes()  # A run that early stopping had ended takes no step when it is resumed.
+            self._agree_on_requests()  # A run that early stopping had ended takes no step when it is resumed.
             self._set_random_state()
             self._loop()
             self._finish()
@@ -193,13 +152,14 @@ class Trainer(ModelCalls):
 
     def _loop(self) -> None:
         """Steps, evaluations and checkpoints, up to the last step, which `_finish` deals with."""
-        self._evaluate_if(self._evaluation_is_due() if self.state.global_step else self.config.evaluation.at_start)
+        if self.state.global_step or self.config.evaluation.at_start:
+            self._evaluate_if(requested=self.state.global_step == 0)
         while not self._is_done():
-            wishes = self.train_step()
+            requests = self.train_step()
             if self._is_done():
                 break
-            self._keeper.after_step(wishes.should_save)
-            self._evaluate_if(wishes.should_evaluate or self._evaluation_is_due())
+            self._checkpoints.after_step(requests.should_save)
+            self._evaluate_if(requests.should_evaluate)
             if self._stop_signal:
                 raise StopRequested
 
@@ -208,158 +168,174 @@ class Trainer(ModelCalls):
 
     def _finish(self) -> None:
         """What is left after the last step: no way leads back to these weights, so they are written first."""
-        self._keeper.at_end()
+        self._checkpoints.at_end()
         best = self.config.checkpoint.load_best_model_at_end
         if self.config.checkpoint.export and not best:
             self.save_model()
-        self._evaluate_if(self.config.evaluation.at_end or self._evaluation_is_due())
+        self._evaluate_if(self.config.evaluation.at_end)
         if self._stop_signal:
             raise StopRequested
         if self.config.checkpoint.export and best:
             self.save_model()
         self._call("on_train_end")
-        self._report_idle_steps()
+        log_idle_steps(self.state)
 
     def _save_and_stop(self) -> NoReturn:
         """Ends the run at a signal: one whole checkpoint, and an exit code of its own on every rank."""
-        why = "; ".join(dict.fromkeys(filter(None, self.run.mesh.gather_over_world(signals.reason()))))
-        self._keeper.at_stop()
-        get_logger().warning(
-            "stopped by %s after step %d: checkpoint.resume = auto goes on from there (exit code %d)",
-            why,
-            self.state.global_step,
-            signals.EXIT_CODE,
-        )
+        reasons = stop_reasons(self.run.mesh)
+        self._checkpoints.at_stop()
+        log_stop(reasons, self.state.global_step)
         signals.forget()
         self._call("on_interrupt")
         raise StopRequested
 
-    def _report_idle_steps(self) -> None:
-        for count, what in (
-            (self.state.empty_steps, "had no label token"),
-            (self.state.skipped_steps, "were dropped because they were not finite"),
-        ):
-            if count:
-                get_logger().warning("warning: %d of %d steps %s", count, self.state.global_step, what)
-
-    @guarded
+    @collective
     def train_step(self) -> TrainerControl:
         """One optimizer step: micro-batches, reduction, clipping, update, the next learning rate, logging.
 
         Returns:
-            What callbacks of any rank asked for in it; a wish to stop or to log has been seen to.
+            What callbacks of any rank have requested in it; a request to stop or to log has been carried out.
         """
-        loader, state = self.run.train_loader, self.state
-        assert loader is not None
+        loader, state = self.run.training_data(), self.state
         self._set_random_state()
         if loader.sampler.position(state.global_step).start == 0:
             self._call("on_epoch_begin")
-        began, waited = time.monotonic(), loader.input_wait_s
+        meter = StepMeter(loader)
         self._call("on_step_begin")
-        place = f"step {state.global_step + 1}"
-        mine = loader.sampler.microbatches(state.global_step)
-        self.run.mesh.monitor.at(place, state.global_step + 1, [i for samples in mine for i in samples])
-        microbatches = loader.step(state.global_step)
-        step_loss = run_step(microbatches, self.run.executor, self.run.loss, self.run.mesh, place)
+        step_loss = run_passes(self.run, state.global_step)
         lr = self.engine.param_groups()[0]["lr"]
-        skipped = self._update(step_loss)
+        if step_loss.num_tokens:
+            self._call("on_pre_optimizer_step")
+        skipped = update_weights(self.engine, step_loss, state, self.non_finite)
         state.global_step += 1
         if self._unchecked_steps:
             self._unchecked_steps -= 1
-            check_replicas(self.engine, self.run.mesh, place)
+            check_replicas(self.engine, self.run.mesh, step_name(state.global_step - 1))
         state.epoch = loader.sampler.epochs_before(state.global_step)
         state.loss = step_loss.mean if step_loss.num_tokens else None
-        self._set_lr()
-        self.window.add(
-            loss_sum=step_loss.loss_sum,
-            num_tokens=step_loss.num_tokens,
-            tokens=step_loss.seen_tokens,
-            samples=len(loader.sampler.global_batch(state.global_step - 1)),
-            step_s=time.monotonic() - began,
-            input_wait_s=loader.input_wait_s - waited,
-            skipped=skipped,
-        )
+        self._learning_rate.after_step(state.global_step, state.max_steps)
+        meter.add_to(self.window, state.global_step - 1, step_loss, skipped)
         self._call("on_step_end")
         if loader.sampler.position(state.global_step).start == 0:
             self._call("on_epoch_end")
-        wishes = self._agree_on_wishes()
+        requests = self._agree_on_requests()
         due = state.global_step % self.config.logging.every_steps == 0
-        if due or wishes.should_log or self._is_done():
+        if due or requests.should_log or self._is_done():
             self._log(lr)
-        return wishes
+        return requests
 
-    def _agree_on_wishes(self) -> TrainerControl:
-        """What the ranks' callbacks and signals ask for, the same on every rank.
+    def _agree_on_requests(self) -> TrainerControl:
+        """What callbacks and signals of any rank request, the same on every rank.
 
         Comm: one consensus over all ranks.
         """
-        control = self.control
-        asked = (control.should_training_stop, control.should_save, control.should_evaluate, control.should_log)
-        self.control = TrainerControl()
-        outcome = agree(self.run.mesh, f"the end of step {self.state.global_step}", *asked)
-        wishes = TrainerControl(*(count > 0 for count in outcome.sums))
-        self._stop_signal |= outcome.stop
-        if wishes.should_training_stop and not self._is_done():
+        requested, self.control = self.control, TrainerControl()
+        requests, stop = agree_on_requests(requested, self.run.mesh, self.state.global_step)
+        self._stop_signal |= stop
+        if requests.should_training_stop and not self._is_done():
             get_logger().info("a callback ends the training after step %d", self.state.global_step)
             self.state.max_steps = self.state.global_step
-        return wishes
-
-    def _update(self, step_loss: StepLoss) -> bool:
-        """Updates the weights, unless the step has no label token or is not finite; returns whether it was dropped."""
-        state = self.state
-        if step_loss.num_tokens == 0:
-            state.empty_steps += 1
-            state.grad_norm = 0.0
-            warn_once(f"step {state.global_step + 1} has no label token: it updates nothing, schedule and data move on")
-            return False
-        self._call("on_pre_optimizer_step")
-        self.non_finite.check_loss(step_loss, state.global_step)
-        outcome = self.engine.optimizer_step()
-        state.grad_norm = outcome.grad_norm
-        state.skipped_steps += outcome.skipped
-        self.non_finite.after_step(state.global_step, outcome.skipped)
-        return outcome.skipped
-
-    def _set_lr(self) -> None:
-        """Sets the rate of the coming step; after the last one it stands at the schedule's end."""
-        if self.lr_scheduler is not None:
-            if self.state.global_step:
-                self.lr_scheduler.step()
-            return
-        factor = lr_factor(self.config.schedule, self.state.global_step, self.state.max_steps)
-        for group, base in zip(self.engine.param_groups(), self._base_lrs, strict=True):
-            group["lr"] = base * factor
+        return requests
 
     def _log(self, lr: float) -> None:
-        state = self.state
-        metrics = self.window.take(
-            step=state.global_step,
-            epoch=state.epoch,
-            lr=lr,
-            grad_norm=state.grad_norm,
-            memory_bytes=peak_memory_bytes(self.run.mesh.device),
-        )
-        state.log_history.append(metrics)
+        metrics = close_window(self.window, self.state, lr, self.run.mesh.device)
+        self.state.log_history.append(metrics)
         self._call("on_log", metrics)
 
-    def _evaluation_is_due(self) -> bool:
-        every = self.config.evaluation.every_steps
-        return every is not None and self.state.global_step % every == 0
-
-    def _evaluate_if(self, due: bool) -> None:
-        """Evaluates if it is due, there is data, and this very step has not been evaluated yet."""
-        last = self.state.log_history[-1] if self.state.log_history else None
-        done = isinstance(last, EvalMetrics) and last.step == self.state.global_step
+    def _evaluate_if(self, requested: bool) -> None:
+        """Evaluates if it is requested or due, there is data, and this very step has not been evaluated yet."""
+        state, every = self.state, self.config.evaluation.every_steps
+        due = requested or (every is not None and state.global_step % every == 0)
+        last = state.log_history[-1] if state.log_history else None
+        done = isinstance(last, EvalMetrics) and last.step == state.global_step
         if due and not done and self.run.eval_loader is not None:
             self.evaluate()
 
-    def _after_evaluation(self, metrics: EvalMetrics) -> None:
-        wishes = self._agree_on_wishes()
-        self._keeper.after_evaluation(metrics)  # After the callbacks: their states go into the checkpoint.
-        if wishes.should_save:
-            self._keeper.save_once()
+    @collective
+    def evaluate(self) -> dict[str, float]:
+        """Runs the evaluation data once, and continues the prompts of `evaluation.generate_samples`.
 
-    @guarded
+        Metrics and texts are shown; inside `train()` they are written to the output folder too.
+
+        Returns:
+            `eval_loss`, the token mean over the data set whatever the number of ranks, and what `compute_metrics` gave.
+
+        Raises:
+            ConfigError: There is no evaluation data.
+        """
+        compute, step = self._compute_metrics, self.state.global_step
+        metrics, generations = evaluate(self.run, step, compute, partial(self._call, "on_prediction_step"))
+        self.state.log_history.append(metrics)
+        self._call("on_evaluate", metrics)
+        if generations and self.is_world_process_zero:
+            show_samples(generations)
+            if self._output_folder.is_locked:
+                write_samples(Path(self.config.run.output_dir) / GENERATIONS, generations)
+        if self.run.train_loader is not None:
+            requests = self._agree_on_requests()
+            self._checkpoints.after_evaluation(metrics)  # After the callbacks: their states go into the checkpoint.
+            if requests.should_save:
+                self._checkpoints.save_once()
+        return {"eval_loss": metrics.eval_loss, **metrics.extra}
+
+    @collective
+    def predict(self, test_dataset: Any) -> Any:
+        """Logits of a data set, in its order. Every rank must call it.
+
+        Args:
+            test_dataset: Data set of the same kind of records as the training data.
+
+        Returns:
+            transformers' `PredictionOutput`, the same on every rank: predictions and label ids padded with -100.
+        """
+        after_microbatch = partial(self._call, "on_prediction_step")
+        output = predict(self.run, test_dataset, self._compute_metrics, after_microbatch)
+        self._call("on_predict", output.metrics)
+        return output
+
+    @collective
+    def generate(
+        self,
+        prompts: Sequence[str | Messages],
+        *,
+        max_new_tokens: int = 64,
+        do_sample: bool = False,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        seed: int = 0,
+    ) -> list[str]:
+        """Continues texts or conversations with the model as it is. Every rank must call it, with the same prompts.
+
+        The training is not changed by it, and the texts are the same for any number of ranks.
+
+        Args:
+            prompts: Texts, or lists of `{"role": ..., "content": ...}`, which the assistant goes on with.
+            max_new_tokens: Longest continuation.
+            do_sample: Draw each token; False: take the likeliest one.
+            temperature: Divides the logits that are drawn from; None, here and below: the checkpoint's own.
+            top_k: Draw from so many likeliest tokens.
+            top_p: Draw from the likeliest tokens that together have this probability.
+            seed: Of the draws, which take nothing from the training's random numbers.
+
+        Returns:
+            The continuations, without prompts and special tokens; the same on every rank.
+
+        Raises:
+            UserError: The model is no causal language model, there is no tokenizer, or a prompt is wrong or too long.
+        """
+        return generate_texts(self.run, prompts, Decoding(max_new_tokens, do_sample, temperature, top_k, top_p, seed))
+
+    @collective
+    def save_model(self, output_dir: str | Path | None = None) -> Path:
+        """Writes the model as a Hugging Face folder that `from_pretrained` loads. Every rank must call it.
+
+        Args:
+            output_dir: Folder; None: `<run.output_dir>/model`.
+        """
+        return save_model(self.run, self.state, output_dir)
+
+    @collective
     def save_checkpoint(self) -> Path:
         """Saves everything that the next step depends on, as `<output_dir>/checkpoint-<step>`. Every rank must call it.
 
@@ -367,7 +343,7 @@ class Trainer(ModelCalls):
             MachineError: On every rank, if one could not write; earlier checkpoints are untouched.
         """
         agree(self.run.mesh, "save_checkpoint()")
-        return self._keeper.save()
+        return self._checkpoints.save()
 
     def _save(self) -> Path:
         folder = save_checkpoint(self.run, Path(self.config.run.output_dir), self.state.global_step, self.state_dict())
@@ -376,8 +352,7 @@ class Trainer(ModelCalls):
 
     def state_dict(self) -> dict[str, Any]:
         """The trainer's part of a checkpoint, as JSON: progress, data position, states of loop and callbacks."""
-        loader, scheduler = self.run.train_loader, self.lr_scheduler
-        assert loader is not None
+        loader, scheduler = self.run.training_data(), self.lr_scheduler
         # The state of an optimizer of the user's beside its parameters; the config says it for the others.
         groups = self.engine.param_groups() if self.optimizer_is_given else []
         return {
@@ -393,13 +368,8 @@ class Trainer(ModelCalls):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Sets what `state_dict` returned."""
-        loader = self.run.train_loader
-        assert loader is not None
-        self.state.load_state_dict(state)
-        loader.sampler.load_state_dict(state["data"], self.state.global_step)
-        self.state.max_steps = self.planned_steps()
-        if state["max_steps"] < state["planned_steps"] == self.state.max_steps:
-            self.state.max_steps = state["max_steps"]  # A callback had ended the run.
+        self.state.load_state_dict(state, self.planned_steps())
+        self.run.training_data().sampler.load_state_dict(state["data"], self.state.global_step)
         self.window.load_state_dict(state["window"])
         self.non_finite.in_a_row = state["skipped_in_a_row"]
         if self.lr_scheduler is not None:
@@ -414,13 +384,8 @@ class Trainer(ModelCalls):
         self._random = load_checkpoint(self.run, checkpoint, saved)
         self.load_state_dict(saved)
         check_length(checkpoint, self.state)
-        self._keeper.saved_step = self.state.global_step
-        if self._is_done():
-            text = "%s is the end of a finished run of %d steps: nothing is left to train"
-            get_logger().info(text, checkpoint.folder, self.state.max_steps)
-        else:
-            done, total = self.state.global_step, self.state.max_steps
-            get_logger().info("resumed from %s: %d of %d steps are done", checkpoint.folder, done, total)
+        self._checkpoints.saved_step = self.state.global_step
+        log_resumed(checkpoint, self.state)
 
     def _set_random_state(self) -> None:
         """Sets the random numbers of a resumed run, after all that came before its first step."""
@@ -428,18 +393,9 @@ class Trainer(ModelCalls):
             set_rng_state(self._random.tensors, self._random.rest["rng"])
             self._random = None
 
-    def _trial_save(self) -> None:
-        if self.is_world_process_zero:
-            require_checkpoint_space(self.config, self.run.num_trained, self._keeper.saves_left())
-            output_dir = Path(self.config.run.output_dir)
-            trial_save(output_dir, self.run.model, self.run.tokenizer, self.run.export_dtype, self.state_dict())
-
     def close(self) -> None:
         """Releases the engine's files and hooks, and ends the data workers."""
-        self.engine.close()
-        for loader in (self.run.train_loader, self.run.eval_loader):
-            if loader is not None:
-                loader.close()
+        self.run.close()
 
     def _call(self, event: str, *args: Any) -> None:
         for callback in self.callbacks:

@@ -9,7 +9,7 @@ from ds_trainer.callbacks.trainer_state import TrainerState
 from ds_trainer.checkpoint import disk_space
 from ds_trainer.config.schema import RunConfig
 from ds_trainer.errors import MachineError
-from ds_trainer.trainer.checkpoint_manager import CheckpointKeeper
+from ds_trainer.trainer.checkpoint_manager import CheckpointManager
 
 Usage = namedtuple("Usage", "free")
 PARAMETERS = 10**9
@@ -50,4 +50,4 @@ def test_the_optimizer_decides_the_size(monkeypatch, caplog):
 def test_saves_that_are_due(every, done, last, left):
     config = RunConfig.model_validate({"checkpoint": {"every_steps": every}})
     state = TrainerState(max_steps=last, global_step=done)
-    assert CheckpointKeeper(config, state, save=None).saves_left() == left
+    assert CheckpointManager(config, state, save=None).saves_left() == left

@@ -2,7 +2,7 @@
 
 import json
 
-from ds_trainer.trainer.eval_samples import Generation, keep, show
+from ds_trainer.trainer.eval_samples import Generation, show_samples, write_samples
 
 
 def made(step, text="sat", index=0):
@@ -16,7 +16,7 @@ def kept(path):
 def test_evaluations_are_kept_one_after_the_other(tmp_path):
     path = tmp_path / "out" / "generations.jsonl"
     for step in (0, 10, 20):
-        keep(path, [made(step, "a"), made(step, "b", index=1)])
+        write_samples(path, [made(step, "a"), made(step, "b", index=1)])
     assert kept(path) == [(step, text) for step in (0, 10, 20) for text in "ab"]
     assert json.loads(path.read_text("utf-8").split("\n")[1]) == {
         "step": 0,
@@ -30,30 +30,30 @@ def test_evaluations_are_kept_one_after_the_other(tmp_path):
 def test_a_resumed_run_replaces_the_lines_of_the_steps_it_takes_again(tmp_path):
     path = tmp_path / "generations.jsonl"
     for step in (10, 20, 30):
-        keep(path, [made(step, "before")])
-    keep(path, [made(20, "after")])
+        write_samples(path, [made(step, "before")])
+    write_samples(path, [made(20, "after")])
     assert kept(path) == [(10, "before"), (20, "after")]
 
 
 def test_every_character_that_might_end_a_line_comes_back(tmp_path):
     path, text = tmp_path / "generations.jsonl", "a\nb\r\nc\u2028d\x85e"
-    keep(path, [made(1, text)])
-    keep(path, [made(2)])
+    write_samples(path, [made(1, text)])
+    write_samples(path, [made(2)])
     assert kept(path) == [(1, text), (2, "sat")]
 
 
 def test_what_cannot_be_written_is_said_and_does_not_end_the_run(tmp_path, capsys):
     (tmp_path / "file").touch()
-    keep(tmp_path / "file" / "generations.jsonl", [made(1)])
+    write_samples(tmp_path / "file" / "generations.jsonl", [made(1)])
     damaged = tmp_path / "generations.jsonl"
     damaged.write_text("no JSON\n")
-    keep(damaged, [made(1)])
+    write_samples(damaged, [made(1)])
     assert capsys.readouterr().err.count("continuations are only shown") == 2
     assert damaged.read_text() == "no JSON\n"
 
 
 def test_what_is_shown_is_the_end_of_the_prompt_and_the_beginning_of_the_answers(capsys):
-    show([Generation(7, 2, prompt="x" * 400 + "end", generated="start\nmore" + "y" * 400, reference="z")])
+    show_samples([Generation(7, 2, prompt="x" * 400 + "end", generated="start\nmore" + "y" * 400, reference="z")])
     assert capsys.readouterr().err.split("\n") == [
         "[ds_trainer] step 7, evaluation sample 2, generated between ⟦ ⟧:",
         f"  … {'x' * 297}end⟦start",
