@@ -9,7 +9,7 @@ from rich.table import Table
 
 from ds_trainer.errors import ConfigError
 from ds_trainer.host.deepspeed_ops import BUILDERS, ensure_ops, use_own_extensions_dir
-from ds_trainer.host.doctor import Finding, examine
+from ds_trainer.host.doctor import Check, run_checks
 from ds_trainer.host.toolchain import has_libaio
 
 
@@ -23,19 +23,19 @@ def run(args: argparse.Namespace) -> int:
     console = Console()
     if args.build_ops:
         ensure_ops(_checked(args.ops) if args.ops else _usual_ops(console))
-    findings = examine()
-    console.print(table(findings))
-    return int(any(finding.is_broken for finding in findings))
+    checks = run_checks()
+    console.print(table(checks))
+    return int(any(check.is_broken for check in checks))
 
 
-def table(findings: list[Finding]) -> Table:
+def table(checks: list[Check]) -> Table:
     """The report as a table."""
     out = Table(box=None, pad_edge=False)
     for heading in ("", "what", "found", "note"):
         out.add_column(heading, overflow="fold")
-    for finding in findings:
-        mark = "[green]ok[/]" if finding.ok else "[red]no[/]" if finding.needed else "[yellow]--[/]"
-        out.add_row(mark, finding.name, finding.value, finding.note)
+    for check in checks:
+        mark = "[green]ok[/]" if check.ok else "[red]no[/]" if check.needed else "[yellow]--[/]"
+        out.add_row(mark, check.name, check.value, check.note)
     return out
 
 

@@ -1,1 +1,1 @@
-"""The machine: doctor, compiled ops of DeepSpeed, checks before a run, swap folders."""
+"""The machine: doctor, DeepSpeed's compiled ops, checks of memory and disk before a run, swap folders."""

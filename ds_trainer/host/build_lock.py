@@ -1,8 +1,8 @@
-"""Who is compiling an op, and what a process that died while compiling left behind.
+"""Which process compiles an op, and the stale lock of a process that was killed while it compiled.
 
-Two locks meet here. Ours is an `flock` on one file in the extensions folder: the kernel frees it when its holder dies,
-so it is never stale. torch's is a file `lock` in each op's folder (`torch.utils.file_baton`): a process killed while it
-compiles leaves it, and every later process waits for it for ever without a word.
+Two locks are involved. Ours is a `FileLock` on one file in the extensions folder: the kernel frees it when its holder
+ends, so it is never stale. torch's is a file `lock` in each op's folder (`torch.utils.file_baton`): a process killed
+while it compiles leaves it, and every later process waits for it silently and for ever.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ _POLL_S = 0.2
 
 @dataclass
 class BuildLock:
-    """The right to compile in one extensions folder, held.
+    """The held right to compile in one extensions folder.
 
     Args:
         note: File that names the op being compiled, and by whom. It lies beside the lock file, which older versions of
             filelock empty whenever they open it.
-        unfinished: The op that the last holder began and did not finish; "" if there is none.
+        unfinished: The op that the last holder began and did not finish; "" if none.
     """
 
     note: Path
     unfinished: str
 
     def begin(self, op: str) -> None:
-        """Notes that this process compiles `op`; the note outlives a process that is killed."""
+        """Notes that this process compiles `op`; the note remains if the process is killed."""
         replace_text(self.note, json.dumps({"op": op, "pid": os.getpid(), "host": socket.gethostname()}))
 
     def end(self) -> None:
@@ -51,7 +51,7 @@ class BuildLock:
 
 @contextmanager
 def build_lock(folder: Path) -> Iterator[BuildLock]:
-    """Holds the right to compile in `folder`, waiting for another process of ours that has it, and saying so."""
+    """Holds the right to compile in `folder`; logs and waits while another process of ours has it."""
     folder.mkdir(parents=True, exist_ok=True)
     lock, note = FileLock(folder / "ds_trainer.lock"), folder / "compiling.json"
     try:
@@ -67,21 +67,21 @@ def build_lock(folder: Path) -> Iterator[BuildLock]:
 
 
 def clear_torch_lock(lock: Path, known_dead: bool, grace_s: float | None = None) -> None:
-    """Waits for torch's lock file of one op while its holder lives; removes one left by a dead process, or reports it.
+    """Waits for torch's lock file of one op while its holder lives; removes or reports one left by a dead process.
 
     Args:
         lock: The lock file, which need not exist.
-        known_dead: A process of ours is known to have left it.
-        grace_s: Remove a lock of unknown origin that is still there after so many seconds; None: report it.
+        known_dead: Whether a process of ours is known to have left it.
+        grace_s: Seconds after which a lock of unknown origin is removed; None: it is reported instead.
 
     Raises:
         MachineError: The lock is of unknown origin.
     """
-    said = False
+    logged = False
     while lock.exists() and (holder := lock_holder(lock)) is not None:
-        if not said:
+        if not logged:
             get_logger().info("waiting for process %d, which holds %s", holder.pid, lock)
-            said = True
+            logged = True
         time.sleep(_POLL_S)
     if not known_dead and grace_s is None and lock.exists():
         raise MachineError(
@@ -99,7 +99,7 @@ def clear_torch_lock(lock: Path, known_dead: bool, grace_s: float | None = None)
 
 
 def lock_holder(lock: Path) -> psutil.Process | None:
-    """The process on this machine that holds torch's lock, if one is seen.
+    """The process on this machine that holds torch's lock, if one is visible.
 
     torch keeps the file open while it holds it; a ninja that outlived it still works in the op's folder.
     """

@@ -1,7 +1,7 @@
-"""DeepSpeed's compiled ops: which a run needs, whether they are built, and building them ahead with a word about it.
+"""DeepSpeed's compiled ops: which a run needs, whether they are built, and building them ahead.
 
-DeepSpeed compiles an op at first use: minutes without a word, in the middle of set-up. Here that happens before a
-model is loaded, in a process of its own, with the elapsed time shown.
+DeepSpeed compiles an op at first use: minutes of silence in the middle of set-up. Here that happens before a model is
+loaded, in a separate process, with the elapsed time shown.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ KEYS = {
     "cpu_lion": "zero.offload_optimizer.device",
     "async_io": "zero.offload_optimizer.device and zero.offload_param.device",
 }
-"""Op -> the config keys that lead to it."""
+"""Op -> the config keys that need it."""
 
 # Seen on two cores; more cores help, as ninja compiles the files side by side.
 _USUAL_TIME = {"cpu_adam": "1 to 2 minutes", "cpu_lion": "1 to 2 minutes", "async_io": "2 to 7 minutes"}
-_SAY = {"all_ranks": True}
+_ON_ALL_RANKS = {"all_ranks": True}
 _MARKER = "ds_trainer.json"
 _LOG_LINES = 15
 _LOG_WIDTH = 200
@@ -63,17 +63,17 @@ def extensions_dir() -> Path:
 def use_own_extensions_dir() -> None:
     """Makes this process and its children use `extensions_dir()` and the environment's own ninja.
 
-    The first ninja on PATH has to stay the same: a different one compiles every op anew.
+    The first ninja on PATH has to stay the same: a different one compiles every op again.
     """
     os.environ["TORCH_EXTENSIONS_DIR"] = str(extensions_dir())
-    own = str(Path(sys.prefix) / "bin")
+    bin_folder = str(Path(sys.prefix) / "bin")
     path = os.environ.get("PATH", os.defpath).split(os.pathsep)
-    if path[0] != own:
-        os.environ["PATH"] = os.pathsep.join([own, *path])
+    if path[0] != bin_folder:
+        os.environ["PATH"] = os.pathsep.join([bin_folder, *path])
 
 
 def disable_shm_comm() -> None:
-    """Keeps DeepSpeed on CPU from compiling its shared-memory all-reduce (1 to 3 minutes); gloo does the work instead.
+    """Keeps DeepSpeed on CPU from compiling its shared-memory all-reduce (1 to 3 minutes); gloo replaces it.
 
     Call it before `deepspeed.init_distributed`, which is where the op is built if this table allows it.
     """
@@ -96,14 +96,14 @@ def required_ops(resolved: ResolvedConfig) -> list[str]:
 
 
 def is_built(op: str) -> bool:
-    """Whether `op` is compiled for this very environment, so that DeepSpeed loads it in seconds."""
+    """Whether `op` is compiled for this environment, so that DeepSpeed loads it in seconds."""
     folder = extensions_dir() / op
     marker = folder / _MARKER
     return (folder / f"{op}.so").is_file() and marker.is_file() and json.loads(marker.read_text()) == _build_key()
 
 
 def ensure_ops(ops: Sequence[str]) -> None:
-    """Builds what is missing of `ops` before a run. Every rank calls it: one compiles, the others wait for a lock file.
+    """Builds those of `ops` that are not built yet. Every rank calls it: one compiles, the others wait for a lock file.
 
     Raises:
         MachineError: A tool is missing, a compile failed, or a lock file of unknown origin is in the way.
@@ -119,18 +119,18 @@ def ensure_ops(ops: Sequence[str]) -> None:
 
 
 def _clear_locks(op: str, held: BuildLock) -> None:
-    """Clears torch's lock files out of the way of an op, and of what DeepSpeed compiles along with it."""
+    """Clears torch's lock files of an op, and of the op that DeepSpeed compiles along with it."""
     for name in ("pin_memory", op) if op == "async_io" else (op,):
         clear_torch_lock(
             extensions_dir() / name / "lock",
             known_dead=held.unfinished == op,
-            # A built op is locked for the seconds that loading it takes, maybe by a process not seen from here.
+            # A built op is locked for the seconds that loading it takes, maybe by a process that is not visible here.
             grace_s=_LOADING_S if is_built(op) else None,
         )
 
 
 def _compile(op: str, held: BuildLock) -> None:
-    """Compiles one op in a process of its own, which writes to `<folder>/<op>/ds_trainer.log`."""
+    """Compiles one op in a separate process, which writes to `<folder>/<op>/ds_trainer.log`."""
     folder = extensions_dir() / op
     folder.mkdir(exist_ok=True)
     log = folder / "ds_trainer.log"
@@ -138,8 +138,8 @@ def _compile(op: str, held: BuildLock) -> None:
         text = "checking DeepSpeed's %s in %s: seconds, or %s if the environment has changed"
     else:
         text = "compiling DeepSpeed's %s once into %s: %s"
-    get_logger().info(text, op, folder, _USUAL_TIME[op], extra=_SAY)
-    # Loading an op is what builds it, and proves that the result can be loaded.
+    get_logger().info(text, op, folder, _USUAL_TIME[op], extra=_ON_ALL_RANKS)
+    # Loading an op builds it, and verifies that the result can be loaded.
     script = (
         "from deepspeed.accelerator import get_accelerator; "
         f"get_accelerator().create_op_builder({BUILDERS[op]!r}).load(verbose=True)"
@@ -150,16 +150,16 @@ def _compile(op: str, held: BuildLock) -> None:
         code = _wait(process, op)
     if code != 0:
         raise MachineError(
-            f"DeepSpeed's {op} did not compile (exit code {code}); from {log}:\n    {_last_words(log)}",
+            f"DeepSpeed's {op} did not compile (exit code {code}); from {log}:\n    {_log_end(log)}",
             f"{KEYS[op]} needs this op",
-            f'mend what the compiler names and run `ds-trainer doctor --build-ops`, or set {KEYS[op]} to "none"',
+            f'fix what the compiler names and run `ds-trainer doctor --build-ops`, or set {KEYS[op]} to "none"',
         )
     (folder / _MARKER).write_text(json.dumps(_build_key()))
     held.end()
 
 
-def _last_words(log: Path) -> str:
-    """The compiler's last lines, which come before Python's tracebacks, and the error that ended it all."""
+def _log_end(log: Path) -> str:
+    """The compiler's last lines, which come before Python's tracebacks, and the final error."""
     lines = [line[:_LOG_WIDTH] for line in log.read_text(errors="replace").splitlines()]
     tracebacks = (number for number, line in enumerate(lines) if line.startswith("Traceback"))
     compiler = lines[: next(tracebacks, len(lines) - 1)]
@@ -180,14 +180,14 @@ def _wait(process: subprocess.Popen, op: str) -> int:
                 except subprocess.TimeoutExpired:
                     elapsed += _REPEAT_S
                     if not console.is_terminal:
-                        get_logger().info("still compiling %s, %.0f s", op, elapsed, extra=_SAY)
+                        get_logger().info("still compiling %s, %.0f s", op, elapsed, extra=_ON_ALL_RANKS)
     finally:
         process.kill()  # Nothing to kill unless an exception, such as Ctrl-C, ended the wait.
         process.wait()
 
 
 def _build_key() -> dict[str, str]:
-    """What a compiled op depends on: if any of it changes, ninja compiles anew."""
+    """What a compiled op depends on: ninja compiles it again if any of it changes."""
     return {
         "torch": torch.__version__,
         "deepspeed": version("deepspeed"),

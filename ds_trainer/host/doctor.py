@@ -1,4 +1,4 @@
-"""What this machine has, held against what a run can need."""
+"""What this machine has, compared with what a run can need."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ _PACKAGES = ("torch", "deepspeed", "transformers", "accelerate")
 
 
 @dataclass(frozen=True)
-class Finding:
+class Check:
     """One line of the report.
 
     Args:
-        name: What was looked at.
+        name: What was checked.
         value: What was found.
         ok: False when a run that needs it would fail.
         needed: False when only some runs need it.
-        note: What follows from it, or how to mend it.
+        note: What follows from it, or how to fix it.
     """
 
     name: str
@@ -44,32 +44,32 @@ class Finding:
 
     @property
     def is_broken(self) -> bool:
-        """Whether no run can work until this is mended."""
+        """Whether no run can work until this is fixed."""
         return self.needed and not self.ok
 
 
-def examine() -> list[Finding]:
-    """Looks at the software, the devices, the tools that compile DeepSpeed's ops, the ops, memory and disk."""
-    return [*_software(), *_devices(), *_tools(), *_ops(), *_room()]
+def run_checks() -> list[Check]:
+    """Checks the software, the devices, the tools that compile DeepSpeed's ops, the ops, memory and disk."""
+    return [*_software(), *_devices(), *_tools(), *_ops(), *_memory_and_disk()]
 
 
-def _software() -> Iterator[Finding]:
-    yield Finding("python", platform.python_version(), note=sys.prefix)
+def _software() -> Iterator[Check]:
+    yield Check("python", platform.python_version(), note=sys.prefix)
     for requirement in map(Requirement, requires("ds_trainer") or ()):
         if requirement.name in _PACKAGES:
             found = version(requirement.name)
             fits = requirement.specifier.contains(found, prereleases=True)
-            yield Finding(requirement.name, found, fits, note=f"wants {requirement.specifier}")
+            yield Check(requirement.name, found, fits, note=f"wants {requirement.specifier}")
 
 
-def _devices() -> Iterator[Finding]:
+def _devices() -> Iterator[Check]:
     machine = probe_machine(world=1)
-    yield Finding("device", machine.device, note=f"{', '.join(machine.native_dtypes)}: {machine.reason}")
-    yield Finding("cores", str(len(os.sched_getaffinity(0))), note="that this process may use")
+    yield Check("device", machine.device, note=f"{', '.join(machine.native_dtypes)}: {machine.reason}")
+    yield Check("cores", str(len(os.sched_getaffinity(0))), note="that this process may use")
 
 
-def _tools() -> Iterator[Finding]:
-    """What only runs with offload need."""
+def _tools() -> Iterator[Check]:
+    """The tools that only runs with offload need."""
     tools = [
         ("C++ compiler", has_compiler(), cxx(), "apt install g++"),
         ("ninja", has_ninja(), shutil.which("ninja"), "pip install ninja"),
@@ -79,21 +79,21 @@ def _tools() -> Iterator[Finding]:
     ]
     for name, present, found, remedy in tools:
         value, note = (found or "", "") if present else ("missing", f"for offload, {remedy}")
-        yield Finding(name, value, present, needed=False, note=note)
+        yield Check(name, value, present, needed=False, note=note)
 
 
-def _ops() -> Iterator[Finding]:
+def _ops() -> Iterator[Check]:
     for op in BUILDERS:
         built = is_built(op)
         note = "" if built else f"compiled at first use, or now: ds-trainer doctor --build-ops --ops {op}"
-        yield Finding(f"op {op}", "built" if built else "not built", note=note)
+        yield Check(f"op {op}", "built" if built else "not built", note=note)
     for lock in stale_locks(extensions_dir()):
         note = "left by a process that was killed; a run would wait for it"
-        yield Finding("stale lock", str(lock), ok=False, note=f"{note}: rm {lock}")
+        yield Check("stale lock", str(lock), ok=False, note=f"{note}: rm {lock}")
 
 
-def _room() -> Iterator[Finding]:
+def _memory_and_disk() -> Iterator[Check]:
     free, bound = available_bytes()
-    yield Finding("host memory", f"{free / 1e9:.1f} GB free", note=bound)
+    yield Check("host memory", f"{free / 1e9:.1f} GB free", note=bound)
     for name, folder in (("disk here", os.getcwd()), ("disk of the ops", sys.prefix)):
-        yield Finding(name, f"{free_bytes(Path(folder)) / 1e9:.1f} GB free", note=folder)
+        yield Check(name, f"{free_bytes(Path(folder)) / 1e9:.1f} GB free", note=folder)

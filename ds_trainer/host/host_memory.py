@@ -1,4 +1,4 @@
-"""How much host memory a process may still take: what the machine has free, and what its control group allows."""
+"""How much host memory a process can still take: what is free on the machine, and what its control group allows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _UNLIMITED = 1 << 60
 
 
 def available_bytes() -> tuple[int, str]:
-    """Bytes that can still be taken without swapping, and what sets the bound, for people."""
+    """Bytes that can still be taken without swapping, and what sets the bound, as text."""
     free = psutil.virtual_memory().available
     group = cgroup_available_bytes()
     if group is not None and group < free:
@@ -23,7 +23,7 @@ def available_bytes() -> tuple[int, str]:
 def cgroup_available_bytes(
     root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")
 ) -> int | None:
-    """Bytes left below the memory limits of this process's control group and all groups around it; None: no limit.
+    """Bytes left below the memory limits of this process's control group and its parents; None: no limit.
 
     Args:
         root: Where the control groups are mounted.

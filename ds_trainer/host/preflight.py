@@ -1,4 +1,4 @@
-"""Checks of disk and memory before a model is loaded, so that a run that cannot fit ends at once and says why."""
+"""Checks of disk and memory before a model is loaded, so that a run that cannot fit ends at once with the reason."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _BESIDE_WEIGHTS = 40e6
 def check_resources(resolved: ResolvedConfig, num_parameters: int | None, grid: Grid) -> None:
     """Checks NVMe paths, host memory and the output folder.
 
-    Every rank calls it. What ranks of a node share is checked by the first of them: a second one would count what the
+    Every rank calls it. The first rank of a node checks what the node's ranks share: a later one would count what the
     first has begun to use.
 
     Args:
         resolved: The run's config.
-        num_parameters: Elements of the whole model, a tied parameter counted once, for which the export needs room;
-            None: not known. What a rank keeps goes by the run's own size.
-        grid: This rank's place.
+        num_parameters: Elements of the full model, a tied parameter counted once, for the size of the export;
+            None: not known. What a rank keeps depends on the run's own size.
+        grid: This rank's coordinates.
 
     Raises:
         MachineError: The run cannot work on this machine.
@@ -44,7 +44,7 @@ def check_resources(resolved: ResolvedConfig, num_parameters: int | None, grid: 
 
 
 def check_nvme(resolved: ResolvedConfig, local_ranks: int) -> None:
-    """Checks that each nvme_path is a folder on which DeepSpeed can write, with room for the swap files of this node.
+    """Checks that each nvme_path is a folder on which DeepSpeed can write, with space for the swap files of this node.
 
     Raises:
         MachineError: A path is missing, not writable, without direct I/O, or too small.
@@ -68,10 +68,10 @@ def check_nvme(resolved: ResolvedConfig, local_ranks: int) -> None:
 
 
 def check_swap_path(path: Path, key: str) -> None:
-    """Checks one swap folder by writing to it the way DeepSpeed does; makes it if only its last component is missing.
+    """Checks a swap folder by writing to it as DeepSpeed does; makes it if only its last component is missing.
 
     Raises:
-        MachineError: The folder cannot be made, is no folder, is not writable, or has no direct I/O.
+        MachineError: The folder cannot be made, is not a folder, is not writable, or has no direct I/O.
     """
     try:
         path.mkdir(exist_ok=True)
@@ -141,10 +141,10 @@ def host_parts(resolved: ResolvedConfig) -> list[Part]:
 
 
 def check_output_dir(resolved: ResolvedConfig, num_parameters: int) -> None:
-    """Checks that `run.output_dir` can be made and written to, and has room for the exported model.
+    """Checks that `run.output_dir` can be made and written to, and has space for the exported model.
 
     Raises:
-        MachineError: It cannot, or has not.
+        MachineError: It cannot, or the space is too small.
     """
     path = Path(resolved.config.run.output_dir)
     try:
@@ -159,7 +159,7 @@ def check_output_dir(resolved: ResolvedConfig, num_parameters: int) -> None:
         ) from error
     export = resolved.config.checkpoint
     if export.export:
-        # Without a format of its own the export takes the checkpoint's, which has two bytes at least.
+        # An export without a dtype takes the checkpoint's, which has at least two bytes.
         size = num_parameters * DTYPE_BYTES[export.export_dtype or "bf16"] + _BESIDE_WEIGHTS
         _require_space(
             path, size, "the exported model", "run.output_dir to a larger drive, or checkpoint.export to false"

@@ -1,4 +1,4 @@
-"""Swap folders on an NVMe drive: one per run and rank, removed at its end or, if it was killed, at the next start.
+"""Swap folders on an NVMe drive: one per run and rank, removed at the run's end or, after a kill, at the next start.
 
 DeepSpeed puts `zero_stage_3/optimizer/rank<r>` and `zero_stage_3/<dtype>params/rank<r>` below the path it is given, and
 removes neither: two jobs on one path would read each other's files, and a drive would fill up run by run.
@@ -31,8 +31,8 @@ class Owner:
 
     Args:
         host: Name of its machine.
-        pid: Its number there.
-        started: When it started, in seconds since the epoch: a number may be given to another process later.
+        pid: Its process number there.
+        started: When it started, in seconds since the epoch: another process may get its number later.
     """
 
     host: str
@@ -41,12 +41,12 @@ class Owner:
 
     @classmethod
     def this_process(cls) -> Owner:
-        """The owner that this process is."""
+        """This process as an owner."""
         return cls(socket.gethostname(), os.getpid(), psutil.Process().create_time())
 
     @property
     def is_dead(self) -> bool:
-        """Whether the process is known to have ended; never true of another machine's."""
+        """Whether the process is known to have ended; False for a process of another machine."""
         if self.host != socket.gethostname():
             return False
         try:
@@ -59,11 +59,11 @@ class Owner:
 class SwapFolder:
     """The folder `<nvme_path>/ds_trainer-<run id>/rank<r>` of one rank, and its removal.
 
-    Leftovers of runs on this machine whose process is dead are removed first.
+    Folders that dead processes of this machine left are removed first.
 
     Args:
-        nvme_path: Folder on the drive; made if need be.
-        run_id: Name of the run, the same on all its ranks and of no other live run.
+        nvme_path: Folder on the drive; made if missing.
+        run_id: Name of the run, the same on all its ranks; no other live run has it.
         rank: Global rank.
 
     Raises:
@@ -74,13 +74,13 @@ class SwapFolder:
         root = Path(nvme_path)
         remove_stale_swap_folders(root)
         self.path = root / f"{_PREFIX}{run_id}" / f"rank{rank}"
-        """What DeepSpeed is given as its `nvme_path`."""
+        """The `nvme_path` that DeepSpeed gets."""
         try:
             self.path.mkdir(parents=True)
         except FileExistsError:
             raise MachineError(
                 f"{self.path} exists already",
-                "each run and rank swaps to a folder of its own",
+                "each rank of each run has its own swap folder",
                 f"wait for the run that owns it to end, or remove it if that run is gone: rm -r {self.path}",
             ) from None
         (self.path / _OWNER).write_text(json.dumps(asdict(Owner.this_process())))
@@ -99,11 +99,11 @@ class SwapFolder:
 
 
 def remove_stale_swap_folders(nvme_path: Path) -> None:
-    """Removes the swap folders of dead processes below `nvme_path`, and says so."""
+    """Removes the swap folders of dead processes below `nvme_path`, and logs it."""
     for folder, owner in _owned_folders(nvme_path):
         if owner.is_dead:
             _remove(folder)
-            get_logger().info("removed %s, left by process %d, which is gone", folder, owner.pid)
+            get_logger().info("removed %s, left by process %d, which has ended", folder, owner.pid)
 
 
 def _owned_folders(nvme_path: Path) -> Iterator[tuple[Path, Owner]]:

@@ -9,7 +9,7 @@ from ds_trainer.host import doctor
 
 
 def findings():
-    return {finding.name: finding for finding in doctor.examine()}
+    return {check.name: check for check in doctor.run_checks()}
 
 
 def test_the_report_names_software_devices_tools_ops_and_room(capsys):
