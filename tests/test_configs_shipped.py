@@ -29,9 +29,9 @@ def test_a_shipped_config_names_the_schema_in_its_folder(name):
 def test_a_shipped_config_runs_on_the_ranks_that_the_readme_states(name):
     run = resolved(name)
     batch = run.config.batch
-    assert batch.global_size == batch.micro_size * batch.accumulation * run.data_ranks
+    assert batch.global_size == batch.micro_size * batch.accumulation * run.dp_size
     if backend(run.config) == "deepspeed":
-        accepted = accept(to_deepspeed(run), run.data_ranks)
+        accepted = accept(to_deepspeed(run), run.dp_size)
         assert accepted.zero_optimization_stage == run.config.zero.stage
         assert accepted.train_batch_size == batch.global_size
 

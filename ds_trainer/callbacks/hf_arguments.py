@@ -8,7 +8,7 @@ from typing import Any
 from ds_trainer.config.keys import value
 from ds_trainer.config.schema import RunConfig
 from ds_trainer.errors import ConfigError
-from ds_trainer.interop.hf.fields import SAME
+from ds_trainer.interop.hf.fields import KEY_OF_FIELD
 from ds_trainer.launch.rank_grid import Grid
 
 
@@ -31,7 +31,7 @@ class Arguments:
 
         steps, never = IntervalStrategy.STEPS, IntervalStrategy.NO
         beta1, beta2 = config.optimizer.betas
-        for name, key in SAME.items():
+        for name, key in KEY_OF_FIELD.items():
             setattr(self, name, value(config, key))
         self.adam_beta1, self.adam_beta2 = beta1, beta2
         self.bf16, self.fp16 = config.precision.dtype == "bf16", config.precision.dtype == "fp16"

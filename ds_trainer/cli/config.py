@@ -15,16 +15,16 @@ from ds_trainer.config.backend import backend, engine_column
 from ds_trainer.config.deepspeed.arguments import to_deepspeed
 from ds_trainer.config.deepspeed.native_keys import unified_keys
 from ds_trainer.config.io import load_config, read_config
-from ds_trainer.config.key_support import coverage, covered_engines
+from ds_trainer.config.key_support import key_support, known_engines
 from ds_trainer.config.key_support_table import AS_BACKEND, ENGINES, cell
 from ds_trainer.config.keys import flatten, leaf_values, value
 from ds_trainer.config.machine import probe_machine_pure
-from ds_trainer.config.memory_needs import rows_by_stage
+from ds_trainer.config.memory_needs import memory_rows_by_stage
 from ds_trainer.config.path_rules import check_files
 from ds_trainer.config.resolve import resolve
 from ds_trainer.config.resolved import ResolvedConfig
 from ds_trainer.config.schema import RunConfig
-from ds_trainer.config.stage_assignment import parts_of, positions
+from ds_trainer.config.stage_assignment import model_parts, positions
 from ds_trainer.config.tp_rules import shares_of
 from ds_trainer.errors import ConfigError, ConfigErrors, UserError
 from ds_trainer.interop.translate import OPTIONS, TARGETS, engine_overrides, translate
@@ -150,7 +150,7 @@ def _show(args: argparse.Namespace) -> int:
     # A pipe or a file has no width to fit: each key stays on one line, so that grep finds it.
     console = Console(width=None if sys.stdout.isatty() else 1000)
     if args.backend is not None:
-        console.print(_fates(resolved, args.backend, console.width))
+        console.print(_support_table(resolved, args.backend, console.width))
         return 0
     title = f"{args.config} on {args.world} x {resolved.machine.device}"
     value, reason = Column("value", overflow="fold"), Column("where from, or why", overflow="fold")
@@ -173,7 +173,7 @@ def _show(args: argparse.Namespace) -> int:
                 table.add_row(*part)
             console.print(table)
     of_what = "parameter" if parallel.tp * parallel.pp == 1 else "parameter of its part of the model"
-    title = f"bytes per {of_what} that each of {resolved.data_ranks} data ranks keeps, buffers and activations apart"
+    title = f"bytes per {of_what} that each of {resolved.dp_size} data ranks keeps, buffers and activations apart"
     # Numbers as narrow as they can be leave room for the reason on a terminal of 80 columns.
     *numbers, why = COST_COLUMNS
     narrow = (Column(name.replace(" ", "\n"), no_wrap=True) for name in numbers)
@@ -184,7 +184,7 @@ def _show(args: argparse.Namespace) -> int:
     return 0
 
 
-def _fates(resolved: ResolvedConfig, engine: str, width: int) -> Table:
+def _support_table(resolved: ResolvedConfig, engine: str, width: int) -> Table:
     """What one engine, or all of them, do with every key; of all of them in a word each where notes have no room."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Column, Table
@@ -206,7 +206,7 @@ def _fates(resolved: ResolvedConfig, engine: str, width: int) -> Table:
 
 
 def _word(text: str) -> str:
-    """A fate without its note; `*` where accelerate departs from what it runs on."""
+    """The status of a key without its note; `*` where accelerate departs from what it runs on."""
     if text.startswith(AS_BACKEND):
         return "as that" if text == AS_BACKEND else "as that*"
     return text.partition(":")[0]
@@ -225,9 +225,9 @@ def rows(resolved: ResolvedConfig) -> list[tuple[str, str, str]]:
 def _without_part(resolved: ResolvedConfig) -> set[str]:
     """Keys that the engine refuses, or that belong to a stage, an offload or a format that the run does not have."""
     engine = engine_column(resolved.config)
-    if engine not in covered_engines():
+    if engine not in known_engines():
         return set()
-    idle = {key for key in leaf_values(resolved.config) if coverage(key, engine).status == "refused"}
+    idle = {key for key in leaf_values(resolved.config) if key_support(key, engine).status == "refused"}
     if backend(resolved.config) == "deepspeed":
         written = flatten(to_deepspeed(resolved))
         natives = unified_keys().items()
@@ -246,7 +246,7 @@ def stage_rows(resolved: ResolvedConfig, spec: ModelSpec | None) -> list[tuple[s
 
     Parameters are those of the stage before they are split or sharded; a tied one is counted where it is owned.
     """
-    parts = None if spec is None else parts_of(spec)
+    parts = None if spec is None else model_parts(spec)
     if resolved.stages is None or spec is None or parts is None:
         return []
     parallel, ranges = resolved.config.parallel, resolved.stages
@@ -288,7 +288,7 @@ def cost_rows(resolved: ResolvedConfig) -> list[tuple[str, ...]]:
     config = resolved.config
     is_zero = backend(config) == "deepspeed"
     table = []
-    for (stage, grad_dtype), row in rows_by_stage(resolved).items():
+    for (stage, grad_dtype), row in memory_rows_by_stage(resolved).items():
         own = grad_dtype == config.precision.grad_dtype and stage == (config.zero.stage if is_zero else 0)
         numbers = (row.after_backward, row.after_step, row.host, row.nvme, row.paper)
         name = f"{stage}, this run" if own else str(stage)

@@ -84,7 +84,7 @@ def _imported(native: Mapping[str, Any], expected: str | None, path: Path) -> Im
             found = from_accelerate(native, path.parent)
         case _:
             found = from_hf(native, folder=path.parent)
-    if shown is None and all(line.fate == "dropped" or line.value in (None, {}, []) for line in found.lines):
+    if shown is None and all(line.outcome == "dropped" or line.value in (None, {}, []) for line in found.lines):
         raise _not_of_kind(native, kind, shown, path)
     return found
 

@@ -14,7 +14,7 @@ from ds_trainer.config.engine_sections import ParallelConfig
 from ds_trainer.config.io import load_config
 from ds_trainer.config.resolved import ResolvedConfig
 from ds_trainer.config.schema import RunConfig
-from ds_trainer.config.stage_assignment import deal_out, num_stages, parts_of, positions
+from ds_trainer.config.stage_assignment import assign_layers, model_parts, num_stages, positions
 from ds_trainer.errors import ConfigError
 from ds_trainer.planning.checkpoint_spec import ModelSpec
 from ds_trainer.planning.pp_drawing import as_text, plot_timeline, title
@@ -99,11 +99,11 @@ def simulated(config: RunConfig, spec: ModelSpec | None) -> Timeline:
 
 def stage_costs(config: RunConfig, spec: ModelSpec | None) -> Sequence[float] | None:
     """What each stage takes, 1 on average; None where it is not known."""
-    parts = None if spec is None else parts_of(spec)
+    parts = None if spec is None else model_parts(spec)
     if spec is None or parts is None:
         return None
     of_stages = parts.flops(positions(config, spec.max_positions)).of_stages(
-        deal_out(config, parts, spec.max_positions)
+        assign_layers(config, parts, spec.max_positions)
     )
     return [cost * len(of_stages) / sum(of_stages) for cost in of_stages]
 
@@ -164,7 +164,7 @@ def _refused(config: RunConfig, spec: ModelSpec | None) -> str | None:
     if reason := refusal(parallel.schedule, parallel.pp, parallel.virtual_stages, batch.accumulation):
         _, rule, change = reason
         return f"{rule}: {change}"
-    parts = None if spec is None else parts_of(spec)
+    parts = None if spec is None else model_parts(spec)
     if parts is not None and parts.num_layers < num_stages(parallel):
         return f"{parallel.schedule} has {num_stages(parallel)} stages here, and the model {parts.num_layers} layers"
     return None

@@ -19,7 +19,7 @@ _PER_PIPELINE_RANK = 4
 
 
 @dataclass(frozen=True)
-class Batch:
+class BatchSizes:
     """A solved batch equation.
 
     Args:
@@ -63,7 +63,7 @@ class Pipeline:
 
 
 @dataclass(frozen=True)
-class _DataRanks:
+class _DPRanks:
     """Ranks that see different samples, and the words for them."""
 
     number: int
@@ -77,12 +77,12 @@ class _DataRanks:
         return f"{self.number} data ranks{every}"
 
 
-def solve_batch(batch: BatchConfig, data_ranks: int, tp: int = 1, pipeline: Pipeline | None = None) -> Batch:
+def solve_batch(batch: BatchConfig, dp_size: int, tp: int = 1, pipeline: Pipeline | None = None) -> BatchSizes:
     """Fills in what the given numbers determine; what they leave open is 1, or under a pipeline what it takes.
 
     Args:
         batch: Section with any of the three numbers.
-        data_ranks: Ranks that see different samples.
+        dp_size: Ranks that see different samples.
         tp: Ranks that share a stage of a copy of the model, and so see the same samples.
         pipeline: The pipeline; None: there is none.
 
@@ -92,7 +92,7 @@ def solve_batch(batch: BatchConfig, data_ranks: int, tp: int = 1, pipeline: Pipe
     """
     total, micro, accumulation = batch.global_size, batch.micro_size, batch.accumulation
     pipeline = pipeline or Pipeline()
-    ranks = _DataRanks(data_ranks, tp, pipeline.ranks)
+    ranks = _DPRanks(dp_size, tp, pipeline.ranks)
     if total is None:
         solved = _from_factors(micro, accumulation, ranks, pipeline)
     else:
@@ -103,8 +103,8 @@ def solve_batch(batch: BatchConfig, data_ranks: int, tp: int = 1, pipeline: Pipe
 
 
 def _from_total(
-    total: int, micro: int | None, accumulation: int | None, ranks: _DataRanks, pipeline: Pipeline
-) -> Batch:
+    total: int, micro: int | None, accumulation: int | None, ranks: _DPRanks, pipeline: Pipeline
+) -> BatchSizes:
     reasons: dict[str, str] = {}
     if micro is None and accumulation is None:
         micro = _smallest_micro_size(total, ranks, pipeline)
@@ -121,10 +121,10 @@ def _from_total(
         reasons["accumulation"] = f"{total} / (micro_size {micro} x {ranks})"
     elif micro is None:
         reasons["micro_size"] = f"{total} / (accumulation {accumulation} x {ranks})"
-    return Batch(total, micro or derived, accumulation or derived, reasons)
+    return BatchSizes(total, micro or derived, accumulation or derived, reasons)
 
 
-def _smallest_micro_size(total: int, ranks: _DataRanks, pipeline: Pipeline) -> int:
+def _smallest_micro_size(total: int, ranks: _DPRanks, pipeline: Pipeline) -> int:
     """1, or the next that divides a data rank's samples into a number of micro-batches that the pipeline takes."""
     share = total // ranks.number
     if total % ranks.number:
@@ -132,7 +132,7 @@ def _smallest_micro_size(total: int, ranks: _DataRanks, pipeline: Pipeline) -> i
     return next((n for n in range(1, share + 1) if share % n == 0 and pipeline.takes(share // n)), 1)
 
 
-def _from_factors(micro: int | None, accumulation: int | None, ranks: _DataRanks, pipeline: Pipeline) -> Batch:
+def _from_factors(micro: int | None, accumulation: int | None, ranks: _DPRanks, pipeline: Pipeline) -> BatchSizes:
     reasons = {}
     if micro is None:
         reasons["micro_size"] = "1 where nothing else determines it"
@@ -147,10 +147,10 @@ def _from_factors(micro: int | None, accumulation: int | None, ranks: _DataRanks
         )
     micro, accumulation = micro or 1, accumulation or 1
     reasons["global_size"] = f"micro_size {micro} x accumulation {accumulation} x {ranks}"
-    return Batch(micro * accumulation * ranks.number, micro, accumulation, reasons)
+    return BatchSizes(micro * accumulation * ranks.number, micro, accumulation, reasons)
 
 
-def _not_taken(batch: BatchConfig, solved: Batch, ranks: _DataRanks, pipeline: Pipeline) -> ConfigError:
+def _not_taken(batch: BatchConfig, solved: BatchSizes, ranks: _DPRanks, pipeline: Pipeline) -> ConfigError:
     """The refusal of a number of micro-batches: what it comes from, and every single change that works."""
     refused = refusal(pipeline.schedule, pipeline.ranks, pipeline.virtual_stages, solved.accumulation)
     assert refused is not None
@@ -177,9 +177,9 @@ def _either(numbers: list[int]) -> str:
     return " or ".join(map(str, numbers))
 
 
-def _contradiction(total: int, micro: int | None, accumulation: int | None, ranks: _DataRanks) -> ConfigError:
-    data_ranks = ranks.number
-    known = (micro or 1) * (accumulation or 1) * data_ranks
+def _contradiction(total: int, micro: int | None, accumulation: int | None, ranks: _DPRanks) -> ConfigError:
+    dp_size = ranks.number
+    known = (micro or 1) * (accumulation or 1) * dp_size
     factors = [
         f"batch.micro_size {micro}" if micro else "",
         f"batch.accumulation {accumulation}" if accumulation else "",
@@ -187,16 +187,16 @@ def _contradiction(total: int, micro: int | None, accumulation: int | None, rank
     product = " x ".join([*filter(None, factors), str(ranks)])
     if micro and accumulation:
         fixes = [f"batch.global_size to {known}"]
-        if total % (micro * data_ranks) == 0:
-            fixes.append(f"batch.accumulation to {total // (micro * data_ranks)}")
-        if total % (accumulation * data_ranks) == 0:
-            fixes.append(f"batch.micro_size to {total // (accumulation * data_ranks)}")
+        if total % (micro * dp_size) == 0:
+            fixes.append(f"batch.accumulation to {total // (micro * dp_size)}")
+        if total % (accumulation * dp_size) == 0:
+            fixes.append(f"batch.micro_size to {total // (accumulation * dp_size)}")
         return ConfigError(f"batch.global_size {total}, but {product} = {known}", _RULE, f"set {' or '.join(fixes)}")
     below, above = total // known * known, -(-total // known) * known
     fixes = [f"batch.global_size to {' or '.join(str(size) for size in (below, above) if size)}"]
     name, given = ("micro_size", micro) if micro else ("accumulation", accumulation)
-    if given and total % data_ranks == 0:
-        share = total // data_ranks
+    if given and total % dp_size == 0:
+        share = total // dp_size
         nearest = min((n for n in range(1, share + 1) if share % n == 0), key=lambda n: (abs(n - given), n))
         fixes.append(f"batch.{name} to {nearest}")
     return ConfigError(

@@ -6,7 +6,7 @@ import re
 from functools import cache
 
 from ds_trainer.config.deepspeed.native_keys import unified_keys
-from ds_trainer.config.key_support import Coverage, coverage
+from ds_trainer.config.key_support import KeySupport, key_support
 from ds_trainer.config.keys import leaf_fields
 
 BACKENDS = ("deepspeed", "fsdp2", "ddp")
@@ -16,25 +16,25 @@ AS_BACKEND = "as what it runs on"
 
 
 def cell(key: str, engine: str) -> str:
-    """The fate of a key on an engine and its note; of an implied key the one word."""
+    """What an engine does with a key, and the note; for an implied key the word alone."""
     if engine == "deepspeed" and key in (natives := _native_names()):
         return f"mapped: {natives[key]}"
     if engine != "accelerate":
-        return _text(coverage(key, engine))
-    own = {name: coverage(key, f"accelerate+{name}") for name in BACKENDS}
+        return _text(key_support(key, engine))
+    own = {name: key_support(key, f"accelerate+{name}") for name in BACKENDS}
     if len(set(own.values())) == 1:
         return _text(own["deepspeed"])
-    departures = [f"on {name} {_text(fate)}" for name, fate in own.items() if fate != coverage(key, name)]
+    departures = [f"on {name} {_text(support)}" for name, support in own.items() if support != key_support(key, name)]
     return "; ".join([AS_BACKEND, *departures])
 
 
 def section_row(section: str) -> list[str]:
-    """The fates of a section's keys on each engine, in the order of the keys."""
+    """What each engine does with the keys of a section, in the order of the keys."""
     keys = [key for key in leaf_fields() if key.split(".")[0] == section]
     row = []
     for engine in BACKENDS:
-        fates = dict.fromkeys(_word(coverage(key, engine)) for key in keys)
-        row.append(", ".join(fates))
+        words = dict.fromkeys(_word(key_support(key, engine)) for key in keys)
+        row.append(", ".join(words))
     cells = dict.fromkeys(re.split("[:;]", cell(key, "accelerate"))[0] for key in keys)
     return [*row, ", ".join(cells)]
 
@@ -44,14 +44,14 @@ def _native_names() -> dict[str, str]:
     """Our key -> the longest of DeepSpeed's names for it, which is the one of today."""
     names: dict[str, str] = {}
     for native, ours in unified_keys().items():
-        if coverage(ours, "deepspeed").status == "mapped" and len(native) > len(names.get(ours, "")):
+        if key_support(ours, "deepspeed").status == "mapped" and len(native) > len(names.get(ours, "")):
             names[ours] = native
     return names
 
 
-def _word(fate: Coverage) -> str:
-    return fate.status.replace("_", " ")
+def _word(support: KeySupport) -> str:
+    return support.status.replace("_", " ")
 
 
-def _text(fate: Coverage) -> str:
-    return "implied" if fate.status == "implied" else f"{_word(fate)}: {fate.note}"
+def _text(support: KeySupport) -> str:
+    return "implied" if support.status == "implied" else f"{_word(support)}: {support.note}"

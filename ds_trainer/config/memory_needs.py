@@ -18,7 +18,7 @@ from ds_trainer.planning.memory import (
 )
 
 
-def row_of(resolved: ResolvedConfig) -> MemoryRow:
+def memory_row(resolved: ResolvedConfig) -> MemoryRow:
     """The row of the table for a run; an engine that is not built in is taken to keep what stage 0 keeps."""
     config = resolved.config
     zero, precision, optimizer = config.zero, config.precision, config.optimizer
@@ -44,7 +44,7 @@ def row_of(resolved: ResolvedConfig) -> MemoryRow:
         zero.stage if is_zero else 0,
         dtype,
         precision.grad_dtype or dtype,
-        resolved.data_ranks,
+        resolved.dp_size,
         optimizer.name,
         zero.offload_optimizer.device if is_zero else "none",
         zero.offload_param.device if is_zero else "none",
@@ -53,7 +53,7 @@ def row_of(resolved: ResolvedConfig) -> MemoryRow:
     )
 
 
-def rows_by_stage(resolved: ResolvedConfig) -> dict[tuple[int, str], MemoryRow]:
+def memory_rows_by_stage(resolved: ResolvedConfig) -> dict[tuple[int, str], MemoryRow]:
     """The run's row and those of its neighbours: stage and gradient format -> row.
 
     At each stage gradients in fp32 and, where the stage has it, in the backward pass's own format; the run's offload
@@ -62,13 +62,13 @@ def rows_by_stage(resolved: ResolvedConfig) -> dict[tuple[int, str], MemoryRow]:
     config = resolved.config
     dtype = config.precision.dtype or "fp32"
     if backend(config) != "deepspeed":
-        return {(0, config.precision.grad_dtype or "fp32"): row_of(resolved)}
+        return {(0, config.precision.grad_dtype or "fp32"): memory_row(resolved)}
     table = {}
     for stage in (0, 1) if config.parallel.pp > 1 else (0, 1, 2, 3):
         # DeepSpeed's stage 0 has one format each: bf16 runs under autocast on fp32, fp16 accumulates in fp16.
         formats = (("fp16" if dtype == "fp16" else "fp32"),) if stage == 0 else ("fp32", dtype)
         for grad_dtype in dict.fromkeys(formats):
-            table[stage, grad_dtype] = row_of(replace(resolved, config=_at(config, stage, grad_dtype)))
+            table[stage, grad_dtype] = memory_row(replace(resolved, config=_at(config, stage, grad_dtype)))
     return table
 
 
@@ -88,7 +88,7 @@ def _at(config: RunConfig, stage: int, grad_dtype: str) -> RunConfig:
 
 def buffers(resolved: ResolvedConfig) -> list[Part]:
     """Buffers of one rank that the table leaves out; `size` is in bytes here, not per parameter."""
-    config, data_ranks = resolved.config, resolved.data_ranks
+    config, dp_size = resolved.config, resolved.dp_size
     num_parameters = resolved.size.num_parameters or 0
     zero, precision = config.zero, config.precision
     if backend(config) == "ddp" and config.parallel.pp > 1:
@@ -105,9 +105,9 @@ def buffers(resolved: ResolvedConfig) -> list[Part]:
         return parts
     parts += [Part("prefetched parameters", (zero.stage3_prefetch_bucket_size or 0) * param_bytes)]
     sub_group = max(
-        min(zero.sub_group_size or num_parameters, -(-num_parameters // data_ranks)),
+        min(zero.sub_group_size or num_parameters, -(-num_parameters // dp_size)),
         # None is smaller than the one that holds the largest parameter.
-        -(-(resolved.size.largest_parameter or 0) // data_ranks),
+        -(-(resolved.size.largest_parameter or 0) // dp_size),
     )
     if zero.offload_optimizer.device == "nvme":
         parts += [Part("optimizer swap buffers", zero.offload_optimizer.buffer_count * sub_group * 4, "host")]

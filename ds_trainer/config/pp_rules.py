@@ -9,7 +9,7 @@ from ds_trainer.config.keys import default, value
 from ds_trainer.config.model_rules import CAUSAL
 from ds_trainer.config.provenance import Provenance
 from ds_trainer.config.schema import RunConfig
-from ds_trainer.config.stage_assignment import check_stages, num_stages, parts_of, refused_stages
+from ds_trainer.config.stage_assignment import check_stages, model_parts, num_stages, refused_stages
 from ds_trainer.errors import ConfigError
 from ds_trainer.planning.checkpoint_spec import ModelSpec
 from ds_trainer.planning.pp_plan import stage_plan, stage_refusal
@@ -139,7 +139,7 @@ def check_pipeline_model(config: RunConfig, given: Provenance, spec: ModelSpec) 
             why,
             "set parallel.pp to 1",
         )
-    elif (parts := parts_of(spec)) is not None and not refused_stages(config.parallel):
+    elif (parts := model_parts(spec)) is not None and not refused_stages(config.parallel):
         yield from check_stages(config, given, parts.num_layers)
 
 
@@ -151,7 +151,7 @@ def pipeline_warnings(config: RunConfig, given: Provenance, spec: ModelSpec | No
         yield f"ddp.gradient_as_bucket_view has no effect: {_NO_REDUCER}"
     if spec is None:
         return
-    if parts_of(spec) is None:
+    if model_parts(spec) is None:
         yield f"the headers of {spec.folder} do not tell its layers: parallel.pp is checked at load"
     elif stage_plan(spec.model_type) is None:
         yield f"model type {spec.model_type!r} is not in families.json: whether it can be cut is checked at load"

@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ds_trainer.config.key_support import coverage
+from ds_trainer.config.key_support import key_support
 from ds_trainer.config.key_support_table import ENGINES, cell
 from ds_trainer.config.keys import default, leaf_fields
 from ds_trainer.config.schema import RunConfig
@@ -48,7 +48,7 @@ def _section(name: str, keys: list[str]) -> str:
         field = schema["properties"][key.rpartition(".")[2]]
         cells = (f"`{key}`", _values(field), f"`{json.dumps(default(key))}`", field["description"])
         lines.append(f"| {' | '.join(cells)} |")
-    said = {engine: _fates(keys, engine) for engine in ENGINES}
+    said = {engine: _engine_support(keys, engine) for engine in ENGINES}
     if any(text != "implied" for text in said.values()):
         lines += ["", *(f"- {engine}: {text}" for engine, text in said.items())]
     return "\n".join([*lines, ""])
@@ -81,20 +81,20 @@ def _bounds(field: Mapping[str, Any]) -> Iterator[str]:
     return (f"{sign} {bound:,}" if isinstance(bound, int) else f"{sign} {bound:g}" for sign, bound in bounds)
 
 
-def _fates(keys: list[str], engine: str) -> str:
-    """What an engine does with the keys of a section, keys of one fate together."""
-    fates: dict[str, list[str]] = {}
+def _engine_support(keys: list[str], engine: str) -> str:
+    """What an engine does with the keys of a section, keys with the same answer together."""
+    by_text: dict[str, list[str]] = {}
     for key in keys:
-        fates.setdefault(_fate(key, engine), []).append(f"`{key.rpartition('.')[2]}`")
-    if len(fates) == 1:
-        return next(iter(fates))
-    return "; ".join(f"{', '.join(names)} {fate}" for fate, names in fates.items())
+        by_text.setdefault(_support_text(key, engine), []).append(f"`{key.rpartition('.')[2]}`")
+    if len(by_text) == 1:
+        return next(iter(by_text))
+    return "; ".join(f"{', '.join(names)} {text}" for text, names in by_text.items())
 
 
-def _fate(key: str, engine: str) -> str:
+def _support_text(key: str, engine: str) -> str:
     if engine == "accelerate":
         return cell(key, engine)
-    entry = coverage(key, engine)
+    entry = key_support(key, engine)
     return "implied" if entry.status == "implied" else f"{entry.status.replace('_', ' ')} ({entry.note})"
 
 

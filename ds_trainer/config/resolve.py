@@ -17,7 +17,7 @@ from ds_trainer.config.model_rules import check_class, class_warnings
 from ds_trainer.config.pp_rules import check_pipeline_model, pipeline_warnings
 from ds_trainer.config.provenance import Provenance
 from ds_trainer.config.resolved import Machine, ModelSize, ResolvedConfig
-from ds_trainer.config.rules import check_machine, has_fused_kernel, no_effect_warnings
+from ds_trainer.config.rules import check_device_and_ranks, has_fused_kernel, no_effect_warnings
 from ds_trainer.config.schema import RunConfig
 from ds_trainer.config.stage_assignment import derive_stages, rank_elements, refused_stages, virtual_stages
 from ds_trainer.config.torch.fsdp_rules import derive_fsdp
@@ -54,11 +54,11 @@ def resolve(
             a buffer is smaller than its largest parameter, or `native.deepspeed` contradicts.
     """
     given = Provenance(config, origins)
-    errors = [*check_machine(config, origins, machine), *_check_model(config, given, spec)]
+    errors = [*check_device_and_ranks(config, origins, machine), *_check_model(config, given, spec)]
     model_ranks = config.parallel.tp * config.parallel.pp
     if machine.world % model_ranks:
         raise ConfigErrors(errors)  # What follows depends on the number of data-parallel ranks.
-    data_parallel = machine.of_data_ranks(model_ranks)
+    data_parallel = machine.data_parallel_view(model_ranks)
     derived = _precision(config, machine) | _run_values(config, machine)
     if not errors:
         derived |= derive_stages(config, spec)
@@ -77,7 +77,7 @@ def resolve(
     resolved = ResolvedConfig(
         config=complete,
         machine=machine,
-        data_ranks=data_parallel.world,
+        dp_size=data_parallel.world,
         optimizer_implementation=_implementation(complete),
         size=size,
         reasons=_reasons(config, origins, derived),
@@ -140,13 +140,13 @@ def total_steps(num_samples: int | None, global_size: int, epochs: int | None, m
     return min(bounds)
 
 
-def _batch(config: RunConfig, data_ranks: int) -> Derived:
+def _batch(config: RunConfig, dp_size: int) -> Derived:
     """The sizes of a batch that are left open.
 
     Raises:
         ConfigError: The given ones contradict one another or the pipeline.
     """
-    batch = solve_batch(config.batch, data_ranks, config.parallel.tp, _pipeline(config))
+    batch = solve_batch(config.batch, dp_size, config.parallel.tp, _pipeline(config))
     derived: Derived = {f"batch.{name}": (getattr(batch, name), reason) for name, reason in batch.reasons.items()}
     if config.evaluation.batch_size is None:
         derived["evaluation.batch_size"] = (batch.micro_size, "batch.micro_size")

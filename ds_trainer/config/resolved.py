@@ -28,7 +28,7 @@ class Machine:
     reason: str = ""
     node_ranks: int | None = None
 
-    def of_data_ranks(self, model_ranks: int) -> Machine:
+    def data_parallel_view(self, model_ranks: int) -> Machine:
         """The machine as an engine sees it: of every `model_ranks` ranks, which share a copy of the model, one."""
         return replace(self, world=self.world // model_ranks)
 
@@ -57,7 +57,7 @@ class ResolvedConfig:
         config: The config with no derivable `None` left.
         reasons: Dotted key -> where its value comes from: a file, `--set`, the default, or a derivation and its reason.
         machine: The machine it was resolved for.
-        data_ranks: Ranks that see different samples.
+        dp_size: Ranks that see different samples.
         optimizer_implementation: `torch`, `torch_fused` (one kernel), `deepspeed_cpu` (state on the host).
         size: What one rank's part of the model counts.
         warnings: What runs as asked, but slowly or without effect.
@@ -65,7 +65,7 @@ class ResolvedConfig:
 
     config: RunConfig
     machine: Machine
-    data_ranks: int
+    dp_size: int
     optimizer_implementation: Literal["torch", "torch_fused", "deepspeed_cpu"]
     size: ModelSize = ModelSize()
     reasons: dict[str, str] = field(default_factory=dict)

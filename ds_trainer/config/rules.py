@@ -12,7 +12,7 @@ from importlib.metadata import entry_points
 from ds_trainer.config.backend import backend, engine_column
 from ds_trainer.config.deepspeed.native_keys import check_native
 from ds_trainer.config.deepspeed.rules import check_zero, check_zero_machine
-from ds_trainer.config.key_support import coverage, covered_engines
+from ds_trainer.config.key_support import key_support, known_engines
 from ds_trainer.config.keys import leaf_fields, value
 from ds_trainer.config.pp_rules import check_pipeline
 from ds_trainer.config.provenance import Provenance
@@ -39,13 +39,13 @@ def check_config(config: RunConfig, origins: Mapping[str, str]) -> list[ConfigEr
     return [error for rule in _RULES for error in rule(config, given)]
 
 
-def check_machine(config: RunConfig, origins: Mapping[str, str], machine: Machine) -> list[ConfigError]:
+def check_device_and_ranks(config: RunConfig, origins: Mapping[str, str], machine: Machine) -> list[ConfigError]:
     """Every fault that shows once the kind of device and the number of ranks are known."""
     given = Provenance(config, origins)
     found = [error for rule in _MACHINE_RULES for error in rule(config, given, machine)]
     model_ranks = config.parallel.tp * config.parallel.pp
     if machine.world % model_ranks == 0:  # Else it is not known over how many ranks an engine cuts.
-        of_data = machine.of_data_ranks(model_ranks)
+        of_data = machine.data_parallel_view(model_ranks)
         found += [error for rule in _DATA_RANK_RULES for error in rule(config, given, of_data)]
     return found
 
@@ -53,14 +53,14 @@ def check_machine(config: RunConfig, origins: Mapping[str, str], machine: Machin
 def no_effect_warnings(config: RunConfig, origins: Mapping[str, str]) -> list[str]:
     """One line for every key that was set and that the engine cannot act on."""
     engine, given = engine_column(config), Provenance(config, origins)
-    if engine not in covered_engines():
+    if engine not in known_engines():
         return []
-    found = {key: coverage(key, engine) for key in leaf_fields() if given.is_set(key)}
+    found = {key: key_support(key, engine) for key in leaf_fields() if given.is_set(key)}
     return [f"{key} has no effect: {entry.note}" for key, entry in found.items() if entry.status == "no_effect"]
 
 
 def _engine_name(config: RunConfig, given: Provenance) -> Iterator[ConfigError]:
-    built_in = (column.partition("+")[0] for column in covered_engines())
+    built_in = (column.partition("+")[0] for column in known_engines())
     known = {*built_in, *(point.name for point in entry_points(group="ds_trainer.engines"))}
     if config.parallel.engine not in known:
         yield ConfigError(
@@ -72,10 +72,10 @@ def _engine_name(config: RunConfig, given: Provenance) -> Iterator[ConfigError]:
 
 def _refused_by_engine(config: RunConfig, given: Provenance) -> Iterator[ConfigError]:
     engine = engine_column(config)
-    if engine not in covered_engines():
+    if engine not in known_engines():
         return
     for key in leaf_fields():
-        entry = coverage(key, engine)
+        entry = key_support(key, engine)
         if entry.status == "refused" and given.is_set(key) and value(config, key) not in entry.already:
             yield ConfigError(
                 f"{given.describe(key)} with parallel.engine {_engine_in_words(config)}",
@@ -91,8 +91,8 @@ def _engine_in_words(config: RunConfig) -> str:
 
 def _chooses_engine(config: RunConfig, key: str) -> str:
     """The key to change: accelerate's backend, unless accelerate refuses whatever it runs on."""
-    others = [column for column in covered_engines() if column.startswith("accelerate+")]
-    is_refused = all(coverage(key, column).status == "refused" for column in others)
+    others = [column for column in known_engines() if column.startswith("accelerate+")]
+    is_refused = all(key_support(key, column).status == "refused" for column in others)
     return "accelerate.backend" if config.parallel.engine == "accelerate" and not is_refused else "parallel.engine"
 
 

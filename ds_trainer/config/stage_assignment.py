@@ -46,7 +46,7 @@ def positions(config: RunConfig, max_positions: int | None) -> int:
     return config.data.max_length or min(_USUAL_POSITIONS, max_positions or _USUAL_POSITIONS)
 
 
-def parts_of(spec: ModelSpec) -> ModelParts | None:
+def model_parts(spec: ModelSpec) -> ModelParts | None:
     """The parts of a checkpoint; None where its headers do not tell them."""
     parts = ModelParts({name: tensor.shape for name, tensor in spec.distinct().items()}, spec.config)
     return parts if parts.num_layers else None
@@ -77,7 +77,7 @@ def check_stages(config: RunConfig, given: Provenance, num_layers: int) -> Itera
         )
 
 
-def deal_out(config: RunConfig, parts: ModelParts, max_positions: int | None) -> Ranges:
+def assign_layers(config: RunConfig, parts: ModelParts, max_positions: int | None) -> Ranges:
     """The layers of every stage: as `parallel.pp_split` has them, or so that the slowest is as fast as can be.
 
     Args:
@@ -90,7 +90,7 @@ def deal_out(config: RunConfig, parts: ModelParts, max_positions: int | None) ->
     return partition(parts.flops(positions(config, max_positions)), num_stages(config.parallel))
 
 
-def on_ranks(parallel: ParallelConfig, of_stages: tuple[float, ...]) -> list[float]:
+def sum_by_rank(parallel: ParallelConfig, of_stages: tuple[float, ...]) -> list[float]:
     """Sums over the stages that each pipeline rank holds."""
     held = (stages_of(parallel.schedule, parallel.pp, virtual_stages(parallel), rank) for rank in range(parallel.pp))
     return [sum(of_stages[stage] for stage in stages) for stages in held]
@@ -109,9 +109,9 @@ def derive_stages(config: RunConfig, spec: ModelSpec | None) -> dict[str, tuple[
     derived: dict[str, tuple[Any, str]] = {}
     if parallel.virtual_stages is None:
         derived["parallel.virtual_stages"] = (virtual_stages(parallel), f"what {parallel.schedule} has")
-    parts = None if spec is None else parts_of(spec)
+    parts = None if spec is None else model_parts(spec)
     if parallel.pp_split is None and spec is not None and parts is not None:
-        ranges = deal_out(config, parts, spec.max_positions)
+        ranges = assign_layers(config, parts, spec.max_positions)
         length = positions(config, spec.max_positions)
         of_stages = parts.flops(length).of_stages(ranges)
         above = max(of_stages) * len(of_stages) / sum(of_stages) - 1
@@ -139,8 +139,8 @@ def rank_elements(config: RunConfig, spec: ModelSpec, pp_split: tuple[int, ...] 
         return None
     whole = {name: prod(tensor.shape) for name, tensor in spec.distinct().items()}
     elements = whole if shares is None else shares.sizes(tp)
-    parts = parts_of(spec)
+    parts = model_parts(spec)
     if pp_split is None or parts is None or len(pp_split) != num_stages(config.parallel):
         return -(-sum(elements.values()) // pp), spec.largest(elements)
     of_stages = parts.summed(elements).of_stages(split_of(pp_split))
-    return int(max(on_ranks(config.parallel, of_stages))), spec.largest(elements)
+    return int(max(sum_by_rank(config.parallel, of_stages))), spec.largest(elements)

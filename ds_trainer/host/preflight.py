@@ -8,7 +8,7 @@ import tempfile
 from collections import defaultdict
 from pathlib import Path
 
-from ds_trainer.config.memory_needs import buffers, row_of
+from ds_trainer.config.memory_needs import buffers, memory_row
 from ds_trainer.config.resolved import ResolvedConfig
 from ds_trainer.errors import MachineError
 from ds_trainer.host.free_space import size_text, space_fault
@@ -49,7 +49,7 @@ def check_nvme(resolved: ResolvedConfig, local_ranks: int) -> None:
     Raises:
         MachineError: A path is missing, not writable, without direct I/O, or too small.
     """
-    row, num_parameters = row_of(resolved), resolved.size.num_parameters or 0
+    row, num_parameters = memory_row(resolved), resolved.size.num_parameters or 0
     by_drive: dict[int, list[tuple[str, Path, float]]] = defaultdict(list)
     for key in ("offload_optimizer", "offload_param"):
         section = getattr(resolved.config.zero, key)
@@ -132,7 +132,7 @@ def check_host_memory(resolved: ResolvedConfig, local_ranks: int) -> None:
 
 def host_parts(resolved: ResolvedConfig) -> list[Part]:
     """What one rank keeps in host memory at its peak; `size` is in bytes."""
-    row, num_parameters = row_of(resolved), resolved.size.num_parameters or 0
+    row, num_parameters = memory_row(resolved), resolved.size.num_parameters or 0
     kept = [Part(part.name, part.size * num_parameters, part.place) for part in row.parts]
     kept += [Part("gradients not yet reduced", row.transient * num_parameters)]
     kept += buffers(resolved)

@@ -1,4 +1,4 @@
-"""The report of an import as text: a line for every key of the file, and a count of their fates. Pure."""
+"""The report of an import as text: a line for every key of the file, and a count of their outcomes. Pure."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import json
 from textwrap import TextWrapper
 from typing import get_args
 
-from ds_trainer.interop.import_result import LAUNCHERS, Fate, Imported, Line
+from ds_trainer.interop.import_result import LAUNCHERS, Imported, ImportLine, Outcome
 
 _Row = tuple[str, str, str, str]
-"""Fate, key and value, keys here, note."""
+"""Outcome, key and value, keys here, note."""
 
 _INDENT = "    "
 _WIDEST = 72
@@ -17,7 +17,7 @@ _WIDEST = 72
 
 
 def report(found: Imported, width: int | None = None) -> str:
-    """`fate  key = value -> keys here  note` line by line, aligned, and a last line that counts.
+    """`outcome  key = value -> keys here  note` line by line, aligned, and a last line that counts.
 
     What is the launcher's stands in one line of its own: nothing of the training is lost with it.
 
@@ -27,11 +27,11 @@ def report(found: Imported, width: int | None = None) -> str:
     """
     launchers = [line for line in found.lines if line.note == LAUNCHERS]
     lines = [line for line in found.lines if line.note != LAUNCHERS]
-    rows: list[_Row] = [(line.fate, _file_side(line), ", ".join(line.ours) or "-", line.note) for line in lines]
+    rows: list[_Row] = [(line.outcome, _file_side(line), ", ".join(line.ours) or "-", line.note) for line in lines]
     texts = _aligned(rows)
     if width is not None and any(len(text) > width for text in texts):
         texts = [_with_note_below(*row, width) for row in rows]
-    counts = [f"{sum(line.fate == fate for line in lines)} {fate}" for fate in get_args(Fate)]
+    counts = [f"{sum(line.outcome == outcome for line in lines)} {outcome}" for outcome in get_args(Outcome)]
     if launchers:
         named = f"the launcher's: {', '.join(map(_file_side, launchers))}: {LAUNCHERS}"
         texts.append(named if width is None else _wrapped(named, width))
@@ -42,13 +42,13 @@ def report(found: Imported, width: int | None = None) -> str:
 def _aligned(rows: list[_Row]) -> list[str]:
     widths = [min(max((len(row[column]) for row in rows), default=0), _WIDEST) for column in range(3)]
     return [
-        f"{fate:<{widths[0]}}  {file_side:<{widths[1]}}  -> {ours:<{widths[2]}}  {note}".rstrip()
-        for fate, file_side, ours, note in rows
+        f"{outcome:<{widths[0]}}  {file_side:<{widths[1]}}  -> {ours:<{widths[2]}}  {note}".rstrip()
+        for outcome, file_side, ours, note in rows
     ]
 
 
-def _with_note_below(fate: str, file_side: str, ours: str, note: str, width: int) -> str:
-    head = _wrapped(f"{fate} {file_side} -> {ours}", width)
+def _with_note_below(outcome: str, file_side: str, ours: str, note: str, width: int) -> str:
+    head = _wrapped(f"{outcome} {file_side} -> {ours}", width)
     return f"{head}\n{_wrapped(note, width, _INDENT)}" if note else head
 
 
@@ -60,5 +60,5 @@ def _wrapped(text: str, width: int, first: str = "") -> str:
     return wrapper.fill(text)
 
 
-def _file_side(line: Line) -> str:
+def _file_side(line: ImportLine) -> str:
     return f"{line.key} (left out)" if line.value is None else f"{line.key} = {json.dumps(line.value, default=str)}"

@@ -1,4 +1,4 @@
-"""What an import of another tool's config found: the unified JSON, and the fate of every line of the file. Pure."""
+"""What an import of another tool's config found: the unified JSON, and the outcome of every line of the file. Pure."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from typing import Any, Literal
 
 from ds_trainer.config.keys import assign
 
-Fate = Literal["carried", "changed", "dropped"]
+Outcome = Literal["carried", "changed", "dropped"]
 
 LAUNCHERS = "give them to `ds-trainer train --nproc`, torchrun or accelerate launch"
 """Note of a key that says where ranks are started, and nothing about the training."""
 
 
 @dataclass(frozen=True)
-class Line:
+class ImportLine:
     """What became of one key of the file.
 
     Args:
         key: The file's dotted key.
         value: Its value there.
-        fate: `carried`: means the same here. `changed`: carried, and means something else in part, which `note` says.
-            `dropped`: cannot be carried; `note` says why and what to do.
+        outcome: `carried`: means the same here. `changed`: carried, but `note` says what differs. `dropped`: cannot be
+            carried; `note` says why and what to do.
         ours: Dotted keys here that it led to.
         note: One line for people; empty where there is nothing to say.
     """
 
     key: str
     value: Any
-    fate: Fate
+    outcome: Outcome
     ours: tuple[str, ...] = ()
     note: str = ""
 
@@ -44,7 +44,7 @@ class Imported:
     """
 
     tree: dict[str, Any] = field(default_factory=dict)
-    lines: list[Line] = field(default_factory=list)
+    lines: list[ImportLine] = field(default_factory=list)
 
     def carry(self, key: str, value: Any, ours: dict[str, Any], note: str = "", changed: bool = False) -> None:
         """Sets our keys, and reports that a key of the file led to them.
@@ -58,7 +58,7 @@ class Imported:
         """
         for name, item in ours.items():
             assign(self.tree, name, item)
-        self.lines.append(Line(key, value, "changed" if changed else "carried", tuple(ours), note))
+        self.lines.append(ImportLine(key, value, "changed" if changed else "carried", tuple(ours), note))
 
     def keep(self, key: str, ours: dict[str, Any], note: str, changed: bool = False) -> None:
         """Sets our keys to what the other tool does where its file says nothing; the line has no value.
@@ -74,8 +74,8 @@ class Imported:
 
     def drop(self, key: str, value: Any, note: str) -> None:
         """Reports that a key of the file cannot be carried, and why."""
-        self.lines.append(Line(key, value, "dropped", (), note))
+        self.lines.append(ImportLine(key, value, "dropped", (), note))
 
-    def of(self, fate: Fate) -> Iterator[Line]:
-        """The lines of one fate."""
-        return (line for line in self.lines if line.fate == fate)
+    def of(self, outcome: Outcome) -> Iterator[ImportLine]:
+        """The lines of one outcome."""
+        return (line for line in self.lines if line.outcome == outcome)

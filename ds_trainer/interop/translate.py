@@ -11,7 +11,7 @@ import yaml
 from ds_trainer.config.accelerate.arguments import to_accelerate_yaml
 from ds_trainer.config.backend import backend
 from ds_trainer.config.deepspeed.arguments import native_notes, standalone_notes, to_deepspeed
-from ds_trainer.config.key_support import coverage
+from ds_trainer.config.key_support import key_support
 from ds_trainer.config.resolved import ResolvedConfig
 from ds_trainer.config.schema import RunConfig
 from ds_trainer.errors import ConfigError
@@ -54,7 +54,7 @@ def engine_overrides(config: RunConfig, origins: Mapping[str, str], to: str) -> 
         key, size = f"parallel.{axis}", getattr(config.parallel, axis)
         if to == "accelerate" and size > 1:
             raise ConfigError(
-                f"{key} is {size}, for accelerate", coverage(key, "accelerate+ddp").note, f"set {key} to 1"
+                f"{key} is {size}, for accelerate", key_support(key, "accelerate+ddp").note, f"set {key} to 1"
             )
     if to == "accelerate" and config.parallel.engine != "accelerate":
         return ["parallel.engine=accelerate", f"accelerate.backend={now}"]

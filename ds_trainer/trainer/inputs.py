@@ -15,7 +15,7 @@ from ds_trainer.config.backend import backend
 from ds_trainer.config.io import load_config
 from ds_trainer.config.schema import RunConfig
 from ds_trainer.errors import ConfigError
-from ds_trainer.interop.hf.fields import FIELDS, in_their_words
+from ds_trainer.interop.hf.fields import TRAINING_ARGUMENTS, with_field_names
 from ds_trainer.interop.hf.importer import from_hf
 from ds_trainer.launch.environment import grid_from_environment
 from ds_trainer.log import get_logger
@@ -82,7 +82,9 @@ def config_of_arguments(args: TrainingArguments, train_dataset: Any = None) -> t
         )
     # From here on DeepSpeed is ours: under ZeRO-3 transformers would build each model in pieces already.
     unset_hf_deepspeed_config()
-    usual = {field.name: field.default for field in fields(args)} | {name: FIELDS[name].default for name in FIELDS}
+    usual = {field.name: field.default for field in fields(args)} | {
+        name: TRAINING_ARGUMENTS[name].default for name in TRAINING_ARGUMENTS
+    }
     said = {
         name: item for name, item in args.to_dict().items() if getattr(args, name) is not None and item != usual[name]
     }
@@ -92,7 +94,9 @@ def config_of_arguments(args: TrainingArguments, train_dataset: Any = None) -> t
     found = from_hf(said, _steps_per_epoch(args, train_dataset))
     for line in (*found.of("changed"), *found.of("dropped")):
         led_to = f" -> {', '.join(line.ours)}" if line.ours else ""
-        get_logger().info("TrainingArguments.%s is %s%s: %s", line.key, line.fate, led_to, in_their_words(line.note))
+        get_logger().info(
+            "TrainingArguments.%s is %s%s: %s", line.key, line.outcome, led_to, with_field_names(line.note)
+        )
     places = {key: f"TrainingArguments.{line.key}" for line in found.lines for key in line.ours}
     return load_config(found.tree, made_from=places)
 
@@ -101,8 +105,8 @@ def _steps_per_epoch(args: TrainingArguments, train_dataset: Any) -> int | None:
     """Steps of one pass, where the samples are counted already: paths are not read yet."""
     if not isinstance(train_dataset, Sized) or isinstance(train_dataset, str):
         return None
-    data_ranks = grid_from_environment().world // getattr(args.parallelism_config, "tp_size", 1)
-    global_size = args.per_device_train_batch_size * args.gradient_accumulation_steps * data_ranks
+    dp_size = grid_from_environment().world // getattr(args.parallelism_config, "tp_size", 1)
+    global_size = args.per_device_train_batch_size * args.gradient_accumulation_steps * dp_size
     return math.ceil(len(train_dataset) / global_size) or None
 
 

@@ -86,7 +86,7 @@ def _slice_as_json(piece: ParameterSlice) -> dict[str, Any]:
 def _in_words(resolved: ResolvedConfig) -> str:
     config = resolved.config
     axes = [*_pipeline_words(config.parallel), *_tensor_words(config.parallel)]
-    words = [*axes, f"{resolved.data_ranks} data ranks", config.parallel.engine]
+    words = [*axes, f"{resolved.dp_size} data ranks", config.parallel.engine]
     if backend(config) != config.parallel.engine:
         words.append(backend(config))
     if backend(config) == "deepspeed":

@@ -26,13 +26,13 @@ from ds_trainer.callbacks.best_metric import require_evaluations
 from ds_trainer.callbacks.trackers import check_trackers
 from ds_trainer.checkpoint.folder import STATE
 from ds_trainer.checkpoint.shard_reader import MasterWeights
-from ds_trainer.config.accelerate.launcher_conflicts import check_launched
+from ds_trainer.config.accelerate.launcher_conflicts import check_accelerate_launch
 from ds_trainer.config.provenance import Provenance
 from ds_trainer.config.rank_rules import check_ranks
 from ds_trainer.config.resolve import resolve
 from ds_trainer.config.resolved import Machine, ResolvedConfig
 from ds_trainer.config.schema import RunConfig
-from ds_trainer.config.stage_assignment import check_stages, deal_out, num_stages, virtual_stages
+from ds_trainer.config.stage_assignment import assign_layers, check_stages, num_stages, virtual_stages
 from ds_trainer.data.consistency import check_same_dataset
 from ds_trainer.data.loader_factory import LoaderFactory
 from ds_trainer.data.prepare import read_chat_template
@@ -113,7 +113,7 @@ def _set_up_on(mesh: Mesh, machine: Machine, config: RunConfig, origins: dict[st
         spec = None if given.model is not None else _read_spec(config)
         sizes = _sizes(spec, given.model)
         resolved = resolve(config, origins, machine, spec, *sizes)
-        if contradictions := check_launched(os.environ, resolved):
+        if contradictions := check_accelerate_launch(os.environ, resolved):
             raise ConfigErrors(contradictions)
     trains = given.train_dataset is not None or config.data.train is not None
     checkpoint = find_checkpoint(resolved, mesh, trains)
@@ -241,7 +241,7 @@ def _deal_out_layers(
         )
     if faults := list(check_stages(resolved.config, given, parts.num_layers)):
         raise ConfigErrors(faults)
-    return deal_out(resolved.config, parts, positions)
+    return assign_layers(resolved.config, parts, positions)
 
 
 def _executor(

@@ -38,7 +38,7 @@ def check_asked_is_got(resolved: ResolvedConfig, engine: Engine, mesh: Mesh) -> 
 def _compare(resolved: ResolvedConfig, facts: EngineFacts, rank: int, mesh: Mesh) -> None:
     config = resolved.config
     asked: dict[str, tuple[Any, Any]] = {
-        "data ranks": (resolved.data_ranks, facts.group_size),
+        "data ranks": (resolved.dp_size, facts.group_size),
         "precision.dtype": (config.precision.dtype, facts.compute_dtype),
     }
     asked |= {key: (value(config, key), got) for key, got in facts.settings.items()}
@@ -103,7 +103,7 @@ def _print(resolved: ResolvedConfig, ranks: list[EngineFacts], same_hash: str | 
         batch.global_size,
         batch.micro_size,
         batch.accumulation,
-        resolved.data_ranks,
+        resolved.dp_size,
         how,
     )
 

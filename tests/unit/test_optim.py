@@ -24,7 +24,7 @@ def shapes(named):
 
 def resolved(implementation="torch", **optimizer):
     config = RunConfig(optimizer=OptimizerConfig(**optimizer))
-    return ResolvedConfig(config, Machine(), data_ranks=1, optimizer_implementation=implementation)
+    return ResolvedConfig(config, Machine(), dp_size=1, optimizer_implementation=implementation)
 
 
 def test_norms_and_biases_do_not_decay(named):

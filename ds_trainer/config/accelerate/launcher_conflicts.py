@@ -73,7 +73,7 @@ _OFF = ("", "no", "false")
 _RULE = "the run's JSON alone says how to train; what accelerate was told agrees with it or is left out"
 
 
-def check_launched(environ: Mapping[str, str], resolved: ResolvedConfig) -> list[ConfigError]:
+def check_accelerate_launch(environ: Mapping[str, str], resolved: ResolvedConfig) -> list[ConfigError]:
     """Every contradiction between accelerate's variables and what the run will do.
 
     Args:

@@ -16,7 +16,7 @@ STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID
 _DEVICES = ("NPU", "MLU", "SDAA", "MUSA", "XPU", "HPU", "NEURON")
 _PREFETCHES = ("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH")
 
-WORDS = {
+ENUM_VALUES = {
     "compute_environment": ("LOCAL_MACHINE", "AMAZON_SAGEMAKER"),
     "distributed_type": (
         *("DEEPSPEED", "FSDP", "MULTI_GPU", "MULTI_CPU", "NO", "MEGATRON_LM", "XLA"),
@@ -32,28 +32,33 @@ WORDS = {
 }
 """Key by its last part -> what it can be, in upper or lower case."""
 
-FSDP_WORDS = {
+FSDP_ENUM_VALUES = {
     "version": ("1", "2"),
     "auto_wrap_policy": ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"),
     "backward_prefetch": _PREFETCHES,
     "state_dict_type": ("SHARDED_STATE_DICT", "FULL_STATE_DICT", "LOCAL_STATE_DICT"),
 }
-_FSDP1_WORDS = {"sharding_strategy": STRATEGIES, "reshard_after_forward": (*STRATEGIES, "true", "false")}
+_FSDP1_ENUM_VALUES = {"sharding_strategy": STRATEGIES, "reshard_after_forward": (*STRATEGIES, "true", "false")}
 _COUNTED = ("sharding_strategy", "reshard_after_forward", "backward_prefetch")
 """Keys that take the number of a word, from 1, too."""
 
 
-def check_words(native: Mapping[str, Any]) -> None:
+def check_enum_values(native: Mapping[str, Any]) -> None:
     """Refuses a word that accelerate does not know, outside `fsdp_config`.
 
     Raises:
         ConfigErrors: Every one.
     """
     dynamo = {f"dynamo_config.{name}": item for name, item in (native.get("dynamo_config") or {}).items()}
-    _refuse(_unknown({**native, **dynamo}, {**WORDS, **{f"dynamo_config.{name}": WORDS[name] for name in WORDS}}))
+    _refuse(
+        _unknown(
+            {**native, **dynamo},
+            {**ENUM_VALUES, **{f"dynamo_config.{name}": ENUM_VALUES[name] for name in ENUM_VALUES}},
+        )
+    )
 
 
-def check_fsdp_words(section: Mapping[str, Any], is_fsdp2: bool) -> None:
+def check_fsdp_enum_values(section: Mapping[str, Any], is_fsdp2: bool) -> None:
     """Refuses a word that FSDP does not know.
 
     Args:
@@ -63,7 +68,7 @@ def check_fsdp_words(section: Mapping[str, Any], is_fsdp2: bool) -> None:
     Raises:
         ConfigErrors: Every one.
     """
-    words = FSDP_WORDS if is_fsdp2 else FSDP_WORDS | _FSDP1_WORDS
+    words = FSDP_ENUM_VALUES if is_fsdp2 else FSDP_ENUM_VALUES | _FSDP1_ENUM_VALUES
     _refuse(_unknown(section, words, "fsdp_config.fsdp_"))
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ds_trainer.config.keys import flatten
-from ds_trainer.interop.accelerate.enums import STRATEGIES, check_fsdp_words
+from ds_trainer.interop.accelerate.enums import STRATEGIES, check_fsdp_enum_values
 from ds_trainer.interop.import_result import Imported
 
 _KEEPS_GATHERED = ("SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2")
@@ -32,7 +32,7 @@ def fsdp_engine(native: Mapping[str, Any]) -> str:
     Raises:
         ConfigErrors: It has words that FSDP does not know.
     """
-    check_fsdp_words(_section(native), is_fsdp2=_version(_section(native)) == 2)
+    check_fsdp_enum_values(_section(native), is_fsdp2=_version(_section(native)) == 2)
     return "ddp" if _strategy(_section(native)) == "NO_SHARD" else "fsdp2"
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from ds_trainer.config.foreign_files import load_foreign_config
 from ds_trainer.config.keys import assign, flatten
 from ds_trainer.errors import ConfigError
-from ds_trainer.interop.accelerate.enums import check_words
+from ds_trainer.interop.accelerate.enums import check_enum_values
 from ds_trainer.interop.accelerate.import_fsdp import (
     carry_fsdp,
     carry_parallelism,
@@ -24,7 +24,7 @@ from ds_trainer.interop.accelerate.import_fsdp import (
     keep_fsdp_defaults,
 )
 from ds_trainer.interop.deepspeed.importer import keep_defaults, read_deepspeed
-from ds_trainer.interop.import_result import LAUNCHERS, Imported, Line
+from ds_trainer.interop.import_result import LAUNCHERS, Imported, ImportLine
 
 _TPU = "for TPUs and clouds, on which ds_trainer does not run; there is nothing to do"
 _LAUNCH_KEYS = {
@@ -113,7 +113,7 @@ def from_accelerate(native: Mapping[str, Any], folder: Path) -> Imported:
     """
     native = _switches(native)
     _check_sections(native)
-    check_words(native)
+    check_enum_values(native)
     kind, found = _kind(native), Imported()
     if engine := _engine(native, kind):
         assign(found.tree, "parallel.engine", engine)
@@ -326,7 +326,7 @@ def _carry_deepspeed_other(found: Imported, key: str, name: str, item: Any) -> N
         found.drop(key, item, "ds_trainer has no key for it; there is nothing to set")
 
 
-def _take(found: Imported, other: Imported) -> list[Line]:
+def _take(found: Imported, other: Imported) -> list[ImportLine]:
     """Lays another import's keys over the tree, and hands back its lines."""
     for key, item in flatten(other.tree).items():
         assign(found.tree, key, item)

@@ -23,7 +23,7 @@ from ds_trainer.interop.deepspeed.import_optimizer import (
     carry_scheduler,
     keep_optimizer_defaults,
 )
-from ds_trainer.interop.import_result import Imported, Line
+from ds_trainer.interop.import_result import Imported, ImportLine
 
 Native = Mapping[str, Any]
 """A DeepSpeed JSON as dotted keys, under the names that DeepSpeed has for them today."""
@@ -230,7 +230,7 @@ def _carry(found: Imported, flat: Native, key: str, item: Any) -> None:
     elif key.startswith(_PIPELINE):
         _carry_pipeline(found, key, item)
     elif item == "auto":
-        found.lines.append(Line(key, item, "carried", (ours,) if ours else (), _auto(ours)))
+        found.lines.append(ImportLine(key, item, "carried", (ours,) if ours else (), _auto(ours)))
     elif section == "optimizer":
         carry_optimizer(found, flat, key, item)
     elif section == "scheduler":

@@ -10,7 +10,7 @@ from typing import Any
 
 from ds_trainer.config.foreign_files import load_foreign_config
 from ds_trainer.errors import ConfigError, ConfigErrors
-from ds_trainer.interop.hf.fields import FIELDS, RENAMED, SWITCHES
+from ds_trainer.interop.hf.fields import RENAMED, SWITCHES, TRAINING_ARGUMENTS
 from ds_trainer.interop.import_result import Imported
 
 _SAYS_NOTHING: tuple[Any, ...] = (None, "", [], {})
@@ -42,23 +42,23 @@ class HFImport:
     def __init__(self, arguments: Mapping[str, Any], steps_per_epoch: int | None = None, folder: Path = Path()) -> None:
         self.found = Imported()
         self.steps_per_epoch, self.folder = steps_per_epoch, folder
-        self.asked: dict[str, Any] = {}
+        self.set_fields: dict[str, Any] = {}
         self._written: dict[str, tuple[str, Any]] = {}
         self._at_default: dict[str, Any] = {}
         if errors := list(_wrong_types(arguments)):
             raise ConfigErrors(errors)
         for written, item in arguments.items():
             name = RENAMED.get(written, written)
-            is_default = name in FIELDS and item == FIELDS[name].default
+            is_default = name in TRAINING_ARGUMENTS and item == TRAINING_ARGUMENTS[name].default
             is_hidden = item == f"<{name.upper()}>"  # So transformers writes tokens, be they set or not.
             if is_default or is_hidden or item in _SAYS_NOTHING or (written in RENAMED and not item):
                 self._at_default[written] = item
                 continue
-            self.asked[name], self._written[name] = SWITCHES.get(written, item), (written, item)
+            self.set_fields[name], self._written[name] = SWITCHES.get(written, item), (written, item)
 
     def __getitem__(self, name: str) -> Any:
         """A field's value, its default where nothing was said."""
-        return self.asked.get(name, FIELDS[name].default)
+        return self.set_fields.get(name, TRAINING_ARGUMENTS[name].default)
 
     @property
     def total_steps(self) -> int | None:
@@ -81,14 +81,14 @@ class HFImport:
 
     def holds(self, name: str) -> bool:
         """Whether a field is written, be it with its default."""
-        return name in self.asked or self._at_default.get(name) not in _SAYS_NOTHING
+        return name in self.set_fields or self._at_default.get(name) not in _SAYS_NOTHING
 
     def carry(self, name: str, ours: dict[str, Any], note: str = "", changed: bool = False) -> None:
         """Reports that a field led to our keys; one that was left out, by its default."""
         if self.holds(name):
             self.found.carry(*self._shown(name), ours, note, changed)
         else:
-            usual = f"transformers' default: {FIELDS[name].default}"
+            usual = f"transformers' default: {TRAINING_ARGUMENTS[name].default}"
             self.found.carry(name, None, ours, f"{usual}; {note}" if note else usual, changed)
 
     def drop(self, name: str, note: str) -> None:
@@ -114,7 +114,7 @@ class HFImport:
 def _wrong_types(arguments: Mapping[str, Any]) -> Iterator[ConfigError]:
     for written, item in arguments.items():
         name = RENAMED.get(written, written)
-        takes = "" if item is None or name not in FIELDS else _takes(written, name, item)
+        takes = "" if item is None or name not in TRAINING_ARGUMENTS else _takes(written, name, item)
         if takes:
             yield ConfigError(
                 f"{written} is {item!r}", f"TrainingArguments.{name} is {takes}", f"write {written} so, or remove it"
@@ -123,7 +123,7 @@ def _wrong_types(arguments: Mapping[str, Any]) -> Iterator[ConfigError]:
 
 def _takes(written: str, name: str, item: Any) -> str:
     """What a field takes, if that is something else."""
-    usual = FIELDS[name].default
+    usual = TRAINING_ARGUMENTS[name].default
     if name in _SECTIONS:
         is_path = isinstance(item, str | Path) and "path" in _SECTIONS[name]
         return "" if is_path or isinstance(item, Mapping) else _SECTIONS[name]

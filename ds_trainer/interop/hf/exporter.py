@@ -18,8 +18,8 @@ from ds_trainer.config.keys import value
 from ds_trainer.config.resolved import ResolvedConfig
 from ds_trainer.config.schema import RunConfig
 from ds_trainer.errors import ConfigError, ConfigErrors
-from ds_trainer.interop.hf.fields import SAME
-from ds_trainer.interop.hf.notes import UNSAID, hf_notes
+from ds_trainer.interop.hf.fields import KEY_OF_FIELD
+from ds_trainer.interop.hf.notes import UNTRANSLATED, hf_notes
 
 _NOT_YET = ("activation_checkpointing",)
 """Names that transformers 5.17 does not know; 5.24 knows the older one too."""
@@ -60,12 +60,12 @@ def to_hf(resolved: ResolvedConfig) -> HFArguments:
     for axis in ("tp", "pp"):
         key, size = f"parallel.{axis}", getattr(config.parallel, axis)
         if size > 1:
-            raise _no_such(f"{key} is {size}", UNSAID[key], f"set {key} to 1")
+            raise _no_such(f"{key} is {size}", UNTRANSLATED[key], f"set {key} to 1")
     if config.run.device == "cpu" and engine == "fsdp2":
         rule = "accelerate, which it calls, runs FSDP2 on GPUs only"
         found = f"FSDP2 on a CPU ({_ENGINE} {config.parallel.engine}, run.device cpu)"
         raise _no_such(found, rule, f"set {_ENGINE} to ddp, or {_FOR_GPUS}")
-    arguments = {name: value(config, key) for name, key in SAME.items() if _is_said(name, engine)}
+    arguments = {name: value(config, key) for name, key in KEY_OF_FIELD.items() if _is_said(name, engine)}
     arguments |= _length(config) | _schedule(config) | _optimizer(config) | _data(config)
     arguments |= _evaluation_and_saving(config) | _logging(config)
     arguments |= {
@@ -93,7 +93,7 @@ def to_hf(resolved: ResolvedConfig) -> HFArguments:
 
 
 def _is_said(name: str, engine: str) -> bool:
-    return name not in _NOT_YET and (engine == "ddp" or not SAME[name].startswith("ddp."))
+    return name not in _NOT_YET and (engine == "ddp" or not KEY_OF_FIELD[name].startswith("ddp."))
 
 
 def _no_such(found: str, rule: str, change: str) -> ConfigErrors:

@@ -36,7 +36,7 @@ _LENGTHS = "batches are not put together by length"
 _PREDICTIONS = "compute_metrics gets the predictions of the whole evaluation, as one array"
 _BITS = "evaluation runs in precision.dtype"
 
-FIELDS: dict[str, Field] = {
+TRAINING_ARGUMENTS: dict[str, Field] = {
     "output_dir": Field("trainer_output", "run.output_dir"),
     "per_device_train_batch_size": Field(8, "batch.micro_size"),
     "num_train_epochs": Field(3.0),
@@ -165,10 +165,10 @@ RENAMED = {
 SWITCHES = {"group_by_length": "group_by_length", "no_cuda": True}
 """Name of transformers 4 that is true or false -> what its field holds when it is true."""
 
-SAME = {name: field.key for name, field in FIELDS.items() if field.key}
+KEY_OF_FIELD = {name: field.key for name, field in TRAINING_ARGUMENTS.items() if field.key}
 """Field -> key that means the same."""
 
-_FIELD_OF = {key: name for name, key in reversed(SAME.items())} | {
+_FIELD_OF = {key: name for name, key in reversed(KEY_OF_FIELD.items())} | {
     "run.max_steps": "max_steps",
     "run.epochs": "num_train_epochs",
     "optimizer.name": "optim",
@@ -176,6 +176,6 @@ _FIELD_OF = {key: name for name, key in reversed(SAME.items())} | {
 }
 
 
-def in_their_words(note: str) -> str:
+def with_field_names(note: str) -> str:
     """A text for those who have `TrainingArguments` to change: our keys that have a field under its name."""
     return re.sub(r"\b[a-z]+\.[a-z_]+", lambda match: _FIELD_OF.get(match[0], match[0]), note)

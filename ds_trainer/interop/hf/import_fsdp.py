@@ -12,7 +12,7 @@ from typing import Any
 from ds_trainer.errors import ConfigError
 from ds_trainer.interop.accelerate.import_fsdp import carry_fsdp, fsdp_engine, keep_fsdp_defaults
 from ds_trainer.interop.hf.arguments import HFImport
-from ds_trainer.interop.import_result import Line
+from ds_trainer.interop.import_result import ImportLine
 
 _WORDS = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2", "offload", "auto_wrap")
 """What `fsdp` may hold as text: FSDP1's strategies, and two switches."""
@@ -47,12 +47,12 @@ def carry_fsdp_fields(given: HFImport) -> None:
     keep_fsdp_defaults(given.found, native)
     hybrid = str(section.get("reshard_after_forward", "")).lower().startswith("hybrid")
     given.found.lines[before:] = [
-        replace(line, fate="changed", note=_HYBRID) if hybrid and "parallel.dp_replicate" in line.ours else line
+        replace(line, outcome="changed", note=_HYBRID) if hybrid and "parallel.dp_replicate" in line.ours else line
         for line in given.found.lines[before:]
     ]
 
 
-def _as_written(line: Line, name: str, in_file: Mapping[str, Any], by_words: Mapping[str, Any]) -> Line:
+def _as_written(line: ImportLine, name: str, in_file: Mapping[str, Any], by_words: Mapping[str, Any]) -> ImportLine:
     """The line under the key of the file; without a value where the file does not have it."""
     if name in in_file:
         return replace(line, key=f"fsdp_config.{in_file[name][0]}")

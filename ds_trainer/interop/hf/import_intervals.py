@@ -38,9 +38,9 @@ def carry_logging(given: HFImport) -> None:
         _carry_epochs(given, "logging_strategy", "logging.every_steps")
     elif strategy == "no":
         given.drop("logging_strategy", f"metrics are always written: {_until('logging.every_steps')}")
-    if "disable_tqdm" in given.asked:
+    if "disable_tqdm" in given.set_fields:
         given.carry("disable_tqdm", {"logging.progress_bar": not given["disable_tqdm"]})
-    if "report_to" in given.asked:
+    if "report_to" in given.set_fields:
         _carry_trackers(given)
 
 
@@ -100,7 +100,7 @@ def carry_saving(given: HFImport) -> None:
     else:
         note = "the best one is kept besides" if best else ""
         given.carry("save_total_limit", {"checkpoint.keep_last": max(1, limit - best)}, note)
-    if "resume_from_checkpoint" in given.asked:
+    if "resume_from_checkpoint" in given.set_fields:
         note = "a checkpoint of ds_trainer; of transformers' own, hand over the model folder as model.path"
         given.carry("resume_from_checkpoint", {"checkpoint.resume": given["resume_from_checkpoint"]}, note, True)
 

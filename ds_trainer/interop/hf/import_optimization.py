@@ -50,7 +50,7 @@ def carry_optimizer(given: HFImport, is_in_deepspeed: bool) -> None:
         given.drop("optim", "the optimizer of the DeepSpeed JSON takes its place: nothing is lost")
     elif not ours:
         given.drop("optim", "there is no such optimizer here; set optimizer.name, which is adamw until you do")
-    elif "optim" in given.asked:
+    elif "optim" in given.set_fields:
         given.carry("optim", ours, note, changed=bool(note))
     _carry_optim_args(given, name)
     moments = {"optimizer.betas": [given[field] for field in _MOMENTS]}
@@ -61,7 +61,7 @@ def carry_optimizer(given: HFImport, is_in_deepspeed: bool) -> None:
     ):
         if name not in readers:
             given.drop(field, f"{name} does not read it: nothing is lost")
-        elif field in given.asked:
+        elif field in given.set_fields:
             given.carry(field, led_to)
 
 
@@ -91,7 +91,7 @@ def carry_schedule(given: HFImport, is_in_deepspeed: bool) -> None:
     ours, note = _SCHEDULES[kind](given, options)
     shape = {"schedule.name": ours.pop("schedule.name")}
     given.carry(fields[0], shape if options else shape | ours, note, changed=bool(note))
-    if "lr_scheduler_kwargs" in given.asked:
+    if "lr_scheduler_kwargs" in given.set_fields:
         given.carry(fields[1], ours, "" if ours else "see lr_scheduler_type")
     if kind == "constant":
         given.drop("warmup_steps", "transformers' constant schedule has no warm-up: nothing is lost")
@@ -100,7 +100,7 @@ def carry_schedule(given: HFImport, is_in_deepspeed: bool) -> None:
 
 
 def _carry_warmup(given: HFImport) -> None:
-    if "warmup_steps" in given.asked:
+    if "warmup_steps" in given.set_fields:
         steps = given["warmup_steps"]
         given.carry("warmup_steps", {"schedule.warmup_ratio" if steps < 1 else "schedule.warmup_steps": _whole(steps)})
 
@@ -177,7 +177,7 @@ def carry_length(given: HFImport) -> None:
         given.carry("max_steps", {"run.max_steps": steps})
         given.drop("num_train_epochs", "max_steps overrides it: nothing is lost")
         return
-    if "max_steps" in given.asked:
+    if "max_steps" in given.set_fields:
         given.drop("max_steps", "below 1 it says nothing: nothing is lost")
     if epochs != int(epochs) and given.total_steps is not None:
         given.carry("num_train_epochs", {"run.max_steps": given.total_steps}, "epochs are whole here")
@@ -200,7 +200,7 @@ def carry_precision(given: HFImport, is_in_deepspeed: bool) -> None:
                 f"remove {one} or {other}",
             )
     for field in ("bf16", "fp16"):
-        if field in given.asked:
+        if field in given.set_fields:
             given.carry(field, {"precision.dtype": field}, "over fp32 masters")
     if not is_in_deepspeed and not given["bf16"] and not given["fp16"]:
         note = "transformers computes in the format in which the model was loaded"
@@ -209,7 +209,7 @@ def carry_precision(given: HFImport, is_in_deepspeed: bool) -> None:
 
 def carry_recomputing(given: HFImport) -> None:
     """Activation checkpointing, under its name and the older one, and compilation."""
-    names = [name for name in ("activation_checkpointing", "gradient_checkpointing") if name in given.asked]
+    names = [name for name in ("activation_checkpointing", "gradient_checkpointing") if name in given.set_fields]
     for name in names:
         note = "" if name == names[0] else f"the older name of {names[0]}"
         given.carry(name, {"model.gradient_checkpointing": bool(given[names[0]])}, note)

@@ -16,7 +16,7 @@ from ds_trainer.errors import ConfigError, ConfigErrors
 from ds_trainer.interop.accelerate.import_fsdp import carry_parallelism
 from ds_trainer.interop.deepspeed.importer import keep_defaults, read_deepspeed
 from ds_trainer.interop.hf.arguments import HFImport
-from ds_trainer.interop.hf.fields import FIELDS, RENAMED, SAME
+from ds_trainer.interop.hf.fields import KEY_OF_FIELD, RENAMED, TRAINING_ARGUMENTS
 from ds_trainer.interop.hf.import_fsdp import carry_fsdp_fields
 from ds_trainer.interop.hf.import_intervals import carry_data, carry_evaluation, carry_logging, carry_saving
 from ds_trainer.interop.hf.import_optimization import (
@@ -75,7 +75,7 @@ def from_hf(arguments: Mapping[str, Any], steps_per_epoch: int | None = None, fo
     if engine != "fsdp2":
         given.drop("fsdp", "DeepSpeed takes its place" if given["fsdp"] else "it is off: nothing is lost")
         given.drop("fsdp_config", "without fsdp it is not read: nothing is lost")
-    if "parallelism_config" in given.asked:
+    if "parallelism_config" in given.set_fields:
         for name, item in given["parallelism_config"].items():
             carry_parallelism(given.found, f"parallelism_config.{name}", item)
     _report_the_rest(given)
@@ -84,8 +84,8 @@ def from_hf(arguments: Mapping[str, Any], steps_per_epoch: int | None = None, fo
 
 
 def _carry_same(given: HFImport, engine: str) -> None:
-    for name, key in SAME.items():
-        usual = FIELDS[name].default
+    for name, key in KEY_OF_FIELD.items():
+        usual = TRAINING_ARGUMENTS[name].default
         if name in _WITH_OTHERS:
             continue
         if key.startswith("ddp.") and engine != "ddp":
@@ -95,13 +95,13 @@ def _carry_same(given: HFImport, engine: str) -> None:
 
 
 def _report_the_rest(given: HFImport) -> None:
-    for name in given.asked:
-        field = FIELDS.get(name)
+    for name in given.set_fields:
+        field = TRAINING_ARGUMENTS.get(name)
         if name == _TP_SIZE:
-            size = given.asked[name]
+            size = given.set_fields[name]
             given.carry(name, {} if size in (0, 1) else {"parallel.tp": size}, "a field of transformers 4")
         elif field is None:
-            close = get_close_matches(name, [*FIELDS, *RENAMED], n=1)
+            close = get_close_matches(name, [*TRAINING_ARGUMENTS, *RENAMED], n=1)
             meant = f"; did you mean {close[0]}?" if close else ""
             given.drop(name, f"unknown: TrainingArguments of transformers 5.24 has no such field{meant}")
         elif field.why and field.anyway:

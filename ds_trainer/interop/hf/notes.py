@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from ds_trainer.config.backend import backend
 from ds_trainer.config.keys import default, leaf_values
 from ds_trainer.config.schema import RunConfig
-from ds_trainer.interop.hf.fields import SAME
+from ds_trainer.interop.hf.fields import KEY_OF_FIELD
 
 _NOTHING = "it has nothing like it"
 _BY_CALLBACK = "add transformers.EarlyStoppingCallback to its callbacks"
@@ -18,7 +18,7 @@ _BY_RESIZE = "call model.resize_token_embeddings"
 _TENSOR_PARALLEL = tuple(f"parallel.{name}" for name in ("tp", "tp_plan", "sequence_parallel", "keep_gathered_input"))
 _PIPELINE = tuple(f"parallel.{name}" for name in ("pp", "schedule", "virtual_stages", "pp_split"))
 
-UNSAID = {
+UNTRANSLATED = {
     "data": "it is handed tokenised data sets and a collator",
     "model.resize_embeddings": _BY_RESIZE,
     "model.pad_embeddings_to_multiple_of": _BY_RESIZE,
@@ -54,8 +54,8 @@ UNSAID = {
 }
 """Key or section that no argument stands for -> what happens instead, or what to do."""
 
-SAID = {
-    *(key for key in SAME.values() if key != "checkpoint.resume"),
+TRANSLATED = {
+    *(key for key in KEY_OF_FIELD.values() if key != "checkpoint.resume"),
     *("batch.global_size", "run.epochs", "run.max_steps", "run.device", "precision.dtype", "$schema"),
     *("parallel.engine", "parallel.dp_shard", "accelerate.backend"),
     *("optimizer.name", "optimizer.fused", "optimizer.betas", "optimizer.eps", "optimizer.momentum"),
@@ -68,15 +68,15 @@ SAID = {
 """Keys that have an argument, or that say which model is handed over."""
 
 ENGINES = ("zero", "fsdp", "ddp", "precision", "native")
-"""Sections that go into the DeepSpeed JSON or `fsdp_config`, but for the keys of `UNSAID`."""
+"""Sections that go into the DeepSpeed JSON or `fsdp_config`, but for the keys of `UNTRANSLATED`."""
 
 
 def reason(key: str) -> str | None:
-    """The entry of `UNSAID` that a key falls under: itself or its section; None for a key that has an argument."""
+    """The entry of `UNTRANSLATED` for a key: itself or its section; None where the key has an argument."""
     section = key.partition(".")[0]
-    if key in UNSAID:
+    if key in UNTRANSLATED:
         return key
-    return None if key in SAID or section in ENGINES else section
+    return None if key in TRANSLATED or section in ENGINES else section
 
 
 def hf_notes(config: RunConfig) -> tuple[str, ...]:
@@ -90,7 +90,7 @@ def hf_notes(config: RunConfig) -> tuple[str, ...]:
         entry, is_asked = reason(key), item is True or item not in (default(key), False)
         if entry is not None and is_asked and not _belongs_to_another(key, config):
             said = f"{key} = {json.dumps(item)}" if entry == key else entry
-            found.append(f"{said}: {UNSAID[entry]}")
+            found.append(f"{said}: {UNTRANSLATED[entry]}")
     return tuple(dict.fromkeys(found))
 
 

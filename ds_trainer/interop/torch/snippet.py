@@ -72,7 +72,7 @@ def ddp_snippet(resolved: ResolvedConfig) -> str:
     """A file whose `wrap(model)` replicates as the ddp engine does."""
     config = resolved.config
     options = ", ".join(f"{name}={value!r}" for name, value in ddp_arguments(resolved).items())
-    data, group = {"dp": resolved.data_ranks}, []
+    data, group = {"dp": resolved.dp_size}, []
     if (axes := _model_axes(config, data)) != data:
         mesh = _mesh(config, axes)
         group, options = [f'    group = {mesh}["dp"].get_group()'], f"{options}, process_group=group"
@@ -219,7 +219,7 @@ def _scaler(resolved: ResolvedConfig) -> list[str]:
 
 
 def _loop(resolved: ResolvedConfig, shares: str) -> str:
-    config, ranks = resolved.config, resolved.data_ranks
+    config, ranks = resolved.config, resolved.dp_size
     batch = config.batch
     clip = f"{config.optimizer.max_grad_norm:g} ({config.optimizer.norm_type})"
     steps = f"{batch.accumulation} micro-batches of {batch.micro_size} samples on each of {ranks} data ranks."

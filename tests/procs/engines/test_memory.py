@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ds_trainer.callbacks.base import Callback
-from ds_trainer.config.memory_needs import row_of
+from ds_trainer.config.memory_needs import memory_row
 from ds_trainer.engines.introspect import local_part, storage_bytes
 from tests.helpers.runs import make_trainer
 from tests.helpers.tiny import samples, tiny_llama
@@ -111,7 +111,7 @@ def measure(out: Path, precision: dict, layouts: list[str], accumulation: int, t
         )
         trainer.train()
         n = sum(getattr(p, "ds_numel", p.numel()) for p in trainer.run.model.parameters())
-        row = row_of(trainer.run.resolved)
+        row = memory_row(trainer.run.resolved)
         measured[layout] = (reading.after_backward / n, reading.after_step / n)
         expected[layout] = (row.after_backward, row.after_step)
         trainer.close()

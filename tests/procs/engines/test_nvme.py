@@ -15,7 +15,7 @@ import pytest
 
 from ds_trainer import log
 from ds_trainer.callbacks.base import Callback
-from ds_trainer.config.memory_needs import row_of
+from ds_trainer.config.memory_needs import memory_row
 from ds_trainer.errors import EngineError, MachineError
 from tests.helpers.runs import make_trainer, weights
 from tests.helpers.tiny import tiny_llama
@@ -94,7 +94,7 @@ def train(out: Path, case: str, optimizer: dict, param: dict, meet: tuple[Path, 
         "before": before,
         "weights": hashes(trainer),
         "bytes": witness.bytes,
-        "expected": row_of(trainer.run.resolved).nvme * sum(p.ds_numel for p in trainer.run.model.parameters()),
+        "expected": memory_row(trainer.run.resolved).nvme * sum(p.ds_numel for p in trainer.run.model.parameters()),
         "said": list(log._seen),
         "folders": {path.parts[-2] for swap in swaps for path in swap.glob("zero_stage_3/*/rank*")},
     }

@@ -13,7 +13,7 @@ from ds_trainer.trainer.trainer import Trainer
 from tests.helpers.runs import D8, collate, make_trainer
 from tests.helpers.tiny import tiny_llama
 
-SAME = {
+KEY_OF_FIELD = {
     "max_steps": 3,
     "per_device_train_batch_size": 2,
     "gradient_accumulation_steps": 2,
@@ -31,7 +31,7 @@ SAME = {
 
 
 def hf_trainer(out, model=None, **more):
-    arguments = TrainingArguments(output_dir=str(out), **SAME | more)
+    arguments = TrainingArguments(output_dir=str(out), **KEY_OF_FIELD | more)
     return Trainer(model=model or tiny_llama(), args=arguments, train_dataset=D8, data_collator=collate)
 
 
@@ -82,7 +82,7 @@ ZERO3 = {
 
 def by_zero3_arguments(checkpoint, out):
     disable_shm_comm()
-    arguments = TrainingArguments(output_dir=str(out), deepspeed=ZERO3, **SAME)
+    arguments = TrainingArguments(output_dir=str(out), deepspeed=ZERO3, **KEY_OF_FIELD)
     assert is_deepspeed_zero3_enabled(), "transformers must be about to build models in pieces, or nothing is proved"
     trainer = Trainer(model=checkpoint, args=arguments, train_dataset=D8, data_collator=collate)
     assert not is_deepspeed_zero3_enabled()
@@ -141,7 +141,7 @@ def per_epoch(out):
     arguments = TrainingArguments(
         output_dir=str(out),
         use_cpu=True,
-        **SAME
+        **KEY_OF_FIELD
         | {"max_steps": -1, "num_train_epochs": 2.5, "gradient_accumulation_steps": 1}
         | {"eval_strategy": "epoch", "save_strategy": "epoch", "logging_strategy": "epoch"}
         | {"load_best_model_at_end": True},

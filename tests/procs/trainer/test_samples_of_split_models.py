@@ -45,9 +45,9 @@ def test_an_epoch_counts_data_ranks_and_each_sees_its_own_samples(world, tmp_pat
     everyone = world(read_an_epoch, 4, tmp_path, axis)
     assert [place for _, _, place, _ in everyone] == PLACES[axis]
     assert all(steps == SAMPLES // (2 * 2 * 2) and lr == 0.0 for steps, *_, lr in everyone)
-    of_data_ranks = [[seen for _, seen, place, _ in everyone if place[0] == data] for data in (0, 1)]
-    assert all(len(copies) == 2 and copies[0] == copies[1] for copies in of_data_ranks)
-    assert sorted(of_data_ranks[0][0] + of_data_ranks[1][0]) == list(range(SAMPLES))
+    data_parallel_view = [[seen for _, seen, place, _ in everyone if place[0] == data] for data in (0, 1)]
+    assert all(len(copies) == 2 and copies[0] == copies[1] for copies in data_parallel_view)
+    assert sorted(data_parallel_view[0][0] + data_parallel_view[1][0]) == list(range(SAMPLES))
 
 
 class DrawnAnew:

@@ -10,7 +10,7 @@ from ds_trainer.callbacks.hf_arguments import Arguments
 from ds_trainer.config.keys import FOREIGN_SPELLINGS, leaf_fields
 from ds_trainer.config.schema import RunConfig
 from ds_trainer.errors import ConfigError
-from ds_trainer.interop.hf.fields import SAME
+from ds_trainer.interop.hf.fields import KEY_OF_FIELD
 from ds_trainer.launch.rank_grid import Grid
 
 PROPERTIES = {"process_index", "local_process_index", "world_size"}
@@ -25,8 +25,8 @@ def test_every_name_is_one_of_training_arguments_and_stands_for_the_key_that_err
     fields = {field.name for field in dataclasses.fields(TrainingArguments)}
     assert vars(arguments()).keys() - PROPERTIES <= fields
     assert all(hasattr(TrainingArguments, name) for name in PROPERTIES)
-    assert set(SAME.values()) <= leaf_fields().keys()
-    assert {name: key for name, key in SAME.items() if FOREIGN_SPELLINGS.get(name, key) != key} == {}
+    assert set(KEY_OF_FIELD.values()) <= leaf_fields().keys()
+    assert {name: key for name, key in KEY_OF_FIELD.items() if FOREIGN_SPELLINGS.get(name, key) != key} == {}
 
 
 def test_values_come_from_the_config_the_grid_and_the_length_of_the_run():

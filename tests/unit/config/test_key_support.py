@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 from ds_trainer.config.deepspeed.arguments import to_deepspeed
 from ds_trainer.config.io import load_config
-from ds_trainer.config.key_support import coverage, covered_engines
+from ds_trainer.config.key_support import key_support, known_engines
 from ds_trainer.config.keys import assign, default, flatten, leaf_fields
 from ds_trainer.config.resolve import resolve
 from ds_trainer.config.resolved import Machine
@@ -144,7 +144,7 @@ def changes(key, engine):
 
 
 def keys_that_are(status, engine):
-    return [key for key in leaf_fields() if coverage(key, engine).status == status]
+    return [key for key in leaf_fields() if key_support(key, engine).status == status]
 
 
 def code_of(snippet):
@@ -191,9 +191,9 @@ IMPLIED = [
 ]
 
 
-@pytest.mark.parametrize("engine", covered_engines())
+@pytest.mark.parametrize("engine", known_engines())
 def test_every_key_has_an_entry_with_a_note(engine):
-    assert all(coverage(key, engine).note for key in leaf_fields())
+    assert all(key_support(key, engine).note for key in leaf_fields())
 
 
 @pytest.mark.parametrize("column, key", MAPPED)
@@ -208,9 +208,9 @@ def test_an_implied_key_leaves_what_the_engine_gets_alone(column, key):
     assert pairs and all(before == after for before, after in pairs)
 
 
-@pytest.mark.parametrize("engine, key", [(e, k) for e in covered_engines() for k in keys_that_are("refused", e)])
+@pytest.mark.parametrize("engine, key", [(e, k) for e in known_engines() for k in keys_that_are("refused", e)])
 def test_a_refused_key_stops_the_run_when_it_asks_for_something(engine, key):
-    asking = [raw for _, raw in changes(key, engine) if flatten(raw).get(key) not in coverage(key, engine).already]
+    asking = [raw for _, raw in changes(key, engine) if flatten(raw).get(key) not in key_support(key, engine).already]
     for after in asking:
         with pytest.raises(ConfigErrors) as caught:
             load_config(after)
@@ -218,7 +218,7 @@ def test_a_refused_key_stops_the_run_when_it_asks_for_something(engine, key):
     assert asking
 
 
-@pytest.mark.parametrize("engine, key", [(e, k) for e in covered_engines() for k in keys_that_are("no_effect", e)])
+@pytest.mark.parametrize("engine, key", [(e, k) for e in known_engines() for k in keys_that_are("no_effect", e)])
 def test_a_key_without_effect_is_warned_of(engine, key):
     _, after = next(changes(key, engine))
     assert any(f"{key} has no effect" in text for text in resolve(*load_config(after), GPU).warnings)

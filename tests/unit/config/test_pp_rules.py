@@ -174,12 +174,12 @@ def test_check_answers_at_once_and_without_torch(checkpoint, tmp_path):
 def test_data_ranks_are_what_pipeline_and_tensor_ranks_leave_on_every_engine(engine):
     sections = {"batch": {"micro_size": 2, "accumulation": 4}} | (ZERO1 if engine == "deepspeed" else {})
     resolved = run({"engine": engine, "tp": 2, "pp": 2}, **sections)
-    assert (resolved.data_ranks, resolved.config.batch.global_size) == (2, 16)
+    assert (resolved.dp_size, resolved.config.batch.global_size) == (2, 16)
     assert resolved.reasons["batch.global_size"].endswith("2 data ranks (8 ranks / (parallel.pp 2 x parallel.tp 2))")
     if engine == "fsdp2":
         assert resolved.config.parallel.dp_shard == 2 and fsdp2_arguments(resolved).mesh == {"dp_shard": 2}
     if engine == "deepspeed":
-        assert accept(to_deepspeed(resolved), resolved.data_ranks).train_batch_size == 16
+        assert accept(to_deepspeed(resolved), resolved.dp_size).train_batch_size == 16
 
 
 @pytest.mark.case("A4")
@@ -277,8 +277,8 @@ def test_parameters_stay_gathered_under_a_pipeline_unless_the_user_says_otherwis
         assert run({"pp": 2, "engine": "fsdp2"}, **said).config.fsdp.reshard_after_forward is True
 
 
-def solved(name, pp, virtual_stages, data_ranks=1, **batch):
-    return solve_batch(BatchConfig(**batch), data_ranks, pipeline=Pipeline(name, pp, virtual_stages))
+def solved(name, pp, virtual_stages, dp_size=1, **batch):
+    return solve_batch(BatchConfig(**batch), dp_size, pipeline=Pipeline(name, pp, virtual_stages))
 
 
 def test_where_nothing_says_how_many_micro_batches_there_are_four_to_a_pipeline_rank():

@@ -98,12 +98,12 @@ def test_a_refusal_names_each_number_once_and_the_sizes_that_work_for_all():
 @pytest.mark.parametrize("engine", ["deepspeed", "fsdp2", "ddp"])
 def test_data_ranks_are_ranks_over_tensor_ranks_on_every_engine(engine):
     resolved = run({"engine": engine, "tp": 2}, batch={"micro_size": 2, "accumulation": 3})
-    assert (resolved.data_ranks, resolved.config.batch.global_size) == (4, 24)
+    assert (resolved.dp_size, resolved.config.batch.global_size) == (4, 24)
     assert resolved.reasons["batch.global_size"].endswith("x 4 data ranks (8 ranks / parallel.tp 2)")
     if engine == "fsdp2":
         assert resolved.config.parallel.dp_shard == 4 and fsdp2_arguments(resolved).mesh == {"dp_shard": 4}
     if engine == "deepspeed":
-        assert accept(to_deepspeed(resolved), resolved.data_ranks).train_batch_size == 24
+        assert accept(to_deepspeed(resolved), resolved.dp_size).train_batch_size == 24
 
 
 @pytest.mark.case("A3")

@@ -73,7 +73,7 @@ def test_layers_are_found_beside_towers_of_vision_and_layers_for_further_tokens(
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "mixtral", "gemma3_text", "deepseek_v2", "qwen3_next"])
 def test_headers_and_the_built_model_cost_the_same(tmp_path, kind):
-    from ds_trainer.config.stage_assignment import parts_of
+    from ds_trainer.config.stage_assignment import model_parts
     from ds_trainer.models.small_configs import causal_lm_classes, small_configs
     from ds_trainer.planning.checkpoint_spec import read_spec
 
@@ -82,7 +82,7 @@ def test_headers_and_the_built_model_cost_the_same(tmp_path, kind):
     model.save_pretrained(tmp_path)
     facts = {name: getattr(model.config, name) for name in FACTS if hasattr(model.config, name)}
     built = ModelParts({n: tuple(p.shape) for n, p in model.named_parameters()}, facts)
-    told = parts_of(read_spec(str(tmp_path)))
+    told = model_parts(read_spec(str(tmp_path)))
     assert told.flops(64) == built.flops(64)
     assert told.parameters() == built.parameters()
     whole = built.parameters()

@@ -16,7 +16,7 @@ from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from ds_trainer.config.accelerate.arguments import to_accelerate_yaml
-from ds_trainer.config.accelerate.launcher_conflicts import check_launched
+from ds_trainer.config.accelerate.launcher_conflicts import check_accelerate_launch
 from ds_trainer.config.deepspeed.arguments import to_deepspeed
 from ds_trainer.config.io import load_config
 from ds_trainer.config.resolve import resolve
@@ -81,10 +81,10 @@ def test_the_file_is_read_by_accelerate_and_what_it_sends_agrees_with_the_run(tm
     kinds = {"zero": "DEEPSPEED", "fsdp": "FSDP", "hsdp": "FSDP", "ddp": "MULTI_GPU", "ddp-": "MULTI_GPU"}
     assert read.distributed_type == kinds[name[:4]]
     environ = launched(file)
-    assert check_launched(environ, resolved) == []
+    assert check_accelerate_launch(environ, resolved) == []
     if read.distributed_type == "FSDP":
         assert environ["FSDP_VERSION"] == "2"
-        (error,) = check_launched(environ | {"FSDP_AUTO_WRAP_POLICY": "NO_WRAP"}, resolved)
+        (error,) = check_accelerate_launch(environ | {"FSDP_AUTO_WRAP_POLICY": "NO_WRAP"}, resolved)
         assert "FSDP_AUTO_WRAP_POLICY=NO_WRAP" in error.found
     if name == "zero3":
         assert environ["ACCELERATE_DEEPSPEED_ZERO_STAGE"] == "3"

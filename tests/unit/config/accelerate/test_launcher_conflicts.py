@@ -2,7 +2,7 @@
 
 import pytest
 
-from ds_trainer.config.accelerate.launcher_conflicts import check_launched
+from ds_trainer.config.accelerate.launcher_conflicts import check_accelerate_launch
 from ds_trainer.config.io import load_config
 from ds_trainer.config.resolve import resolve
 from ds_trainer.config.resolved import Machine
@@ -24,7 +24,7 @@ RUN = {"batch": {"accumulation": 4, "micro_size": 1}, "precision": {"dtype": "bf
 
 
 def check(environ, config=RUN, machine=BF16):
-    return check_launched(environ, resolve(*load_config(config), machine))
+    return check_accelerate_launch(environ, resolve(*load_config(config), machine))
 
 
 @pytest.mark.case("A7")

@@ -14,7 +14,7 @@ from ds_trainer.config.backend import backend
 from ds_trainer.config.io import load_config
 from ds_trainer.config.keys import flatten, value
 from ds_trainer.errors import ConfigError, ConfigErrors
-from ds_trainer.interop.accelerate.enums import FSDP_WORDS, STRATEGIES, WORDS
+from ds_trainer.interop.accelerate.enums import ENUM_VALUES, FSDP_ENUM_VALUES, STRATEGIES
 from ds_trainer.interop.accelerate.importer import from_accelerate
 from tests.helpers.foreign_configs import (
     ACCELERATE_DEEPSPEED_FILE,
@@ -53,7 +53,7 @@ def test_every_key_of_a_file_has_one_line_and_the_rest_are_defaults(name):
     lines, written = [line.key for line in found.lines], flatten(native)
     assert len(lines) == len(set(lines)) and set(written) <= set(lines)
     assert all(line.value == written.get(line.key) for line in found.lines)
-    assert all(line.note for line in found.lines if line.fate != "carried")
+    assert all(line.note for line in found.lines if line.outcome != "carried")
     load_config(found.tree)
 
 
@@ -132,7 +132,7 @@ def test_a_deepspeed_file_that_is_missing_is_named(tmp_path):
 def test_mixed_precision_is_the_number_format(mixed_precision, dtype):
     found = imported({"distributed_type": "MULTI_GPU", "mixed_precision": mixed_precision})
     assert flatten(found.tree)["precision.dtype"] == dtype
-    assert line(found, "mixed_precision").fate == ("changed" if mixed_precision == "fp8" else "carried")
+    assert line(found, "mixed_precision").outcome == ("changed" if mixed_precision == "fp8" else "carried")
 
 
 def test_a_deepspeed_file_rules_over_mixed_precision_no(tmp_path):
@@ -166,10 +166,10 @@ def test_fsdp1_is_carried_as_accelerate_itself_carries_it():
     ours = convert_config_to_fsdp2(yaml.safe_load(ACCELERATE_FSDP1))
     for key, theirs in TO_FSDP2.items():
         if key in yaml.safe_load(ACCELERATE_FSDP1)["fsdp_config"] and theirs is ConversionStatus.REMOVED:
-            assert line(found, f"fsdp_config.{key}").fate == "dropped", key
+            assert line(found, f"fsdp_config.{key}").outcome == "dropped", key
     same = {key: item for key, item in tree(ours).items() if key != "parallel.engine"}
     assert same.items() <= tree(ACCELERATE_FSDP1).items()
-    assert line(found, "fsdp_config.fsdp_version").fate == "changed"
+    assert line(found, "fsdp_config.fsdp_version").outcome == "changed"
 
 
 def test_what_an_fsdp_file_leaves_out_is_as_accelerate_has_it():
@@ -178,7 +178,7 @@ def test_what_an_fsdp_file_leaves_out_is_as_accelerate_has_it():
 
 
 @pytest.mark.parametrize(
-    "native, key, fate, part",
+    "native, key, outcome, part",
     [
         (
             fsdp(forward_prefetch=True, auto_wrap_policy="TRANSFORMER_BASED_WRAP"),
@@ -246,9 +246,9 @@ def test_what_an_fsdp_file_leaves_out_is_as_accelerate_has_it():
         ({"distributed_type": "NO", "mixed_precision": "fp8"}, "mixed_precision", "changed", "bf16 is used"),
     ],
 )
-def test_what_is_not_the_same_here_says_so(native, key, fate, part):
+def test_what_is_not_the_same_here_says_so(native, key, outcome, part):
     found = imported(native)
-    assert line(found, key).fate == fate and part in line(found, key).note
+    assert line(found, key).outcome == outcome and part in line(found, key).note
     load_config(found.tree)
 
 
@@ -277,21 +277,21 @@ def test_a_word_that_accelerate_does_not_know_is_refused_with_those_it_knows(nat
 
 def test_a_strategy_that_fsdp2_does_not_read_is_no_matter():
     assert (
-        line(imported(fsdp(version=2, sharding_strategy="WHAT")), "fsdp_config.fsdp_sharding_strategy").fate
+        line(imported(fsdp(version=2, sharding_strategy="WHAT")), "fsdp_config.fsdp_sharding_strategy").outcome
         == "dropped"
     )
 
 
 def test_the_words_are_those_of_the_installed_accelerate():
     assert tuple(constants.FSDP_SHARDING_STRATEGY) == STRATEGIES
-    assert set(FSDP_WORDS["auto_wrap_policy"]) == set(constants.FSDP_AUTO_WRAP_POLICY)
-    assert set(FSDP_WORDS["backward_prefetch"]) == set(constants.FSDP_BACKWARD_PREFETCH)
-    assert set(FSDP_WORDS["state_dict_type"]) == set(constants.FSDP_STATE_DICT_TYPE)
-    assert set(WORDS["dynamo_mode"]) == set(constants.TORCH_DYNAMO_MODES)
-    assert set(WORDS["distributed_type"]) == {each.value for each in DistributedType}
-    assert set(WORDS["mixed_precision"]) == {each.value for each in PrecisionType}
-    assert {word.upper() for word in WORDS["dynamo_backend"]} == {each.value for each in DynamoBackend}
-    assert set(WORDS["compute_environment"]) == {each.value for each in ComputeEnvironment}
+    assert set(FSDP_ENUM_VALUES["auto_wrap_policy"]) == set(constants.FSDP_AUTO_WRAP_POLICY)
+    assert set(FSDP_ENUM_VALUES["backward_prefetch"]) == set(constants.FSDP_BACKWARD_PREFETCH)
+    assert set(FSDP_ENUM_VALUES["state_dict_type"]) == set(constants.FSDP_STATE_DICT_TYPE)
+    assert set(ENUM_VALUES["dynamo_mode"]) == set(constants.TORCH_DYNAMO_MODES)
+    assert set(ENUM_VALUES["distributed_type"]) == {each.value for each in DistributedType}
+    assert set(ENUM_VALUES["mixed_precision"]) == {each.value for each in PrecisionType}
+    assert {word.upper() for word in ENUM_VALUES["dynamo_backend"]} == {each.value for each in DynamoBackend}
+    assert set(ENUM_VALUES["compute_environment"]) == {each.value for each in ComputeEnvironment}
 
 
 @pytest.mark.parametrize("name", ACCELERATE_FILES)

@@ -9,7 +9,7 @@ from deepspeed.runtime.tensor_parallel.config import TPTrainingConfig
 from ds_trainer.config.backend import backend
 from ds_trainer.config.deepspeed.arguments import to_deepspeed
 from ds_trainer.config.io import load_config
-from ds_trainer.config.key_support import coverage
+from ds_trainer.config.key_support import key_support
 from ds_trainer.config.keys import assign, flatten, leaf_fields, value
 from ds_trainer.config.resolve import resolve
 from ds_trainer.config.resolved import Machine
@@ -49,7 +49,7 @@ def test_every_key_of_a_file_has_one_line_and_the_rest_are_defaults(name):
     assert len(lines) == len(set(lines)) and written <= set(lines)
     assert all(line.value is None for line in found.lines if line.key not in written)
     assert all(flatten(native)[line.key] == line.value for line in found.lines if line.key in written)
-    assert all(line.note for line in found.lines if line.fate != "carried")
+    assert all(line.note for line in found.lines if line.outcome != "carried")
 
 
 @pytest.mark.parametrize("name", DEEPSPEED_FILES)
@@ -86,7 +86,7 @@ def test_auto_is_left_open_and_names_the_key_to_set():
     left_open = {line.key: line for line in imported(native).lines if line.key in autos}
     assert len(left_open) == len(autos)
     for key, each in left_open.items():
-        assert each.fate == "carried"
+        assert each.outcome == "carried"
         assert not set(each.ours) & set(tree(native)), key
     assert "set optimizer.lr" in left_open["optimizer.params.lr"].note
     assert "precision.dtype" not in tree(native) and "optimizer.max_grad_norm" not in tree(native)
@@ -183,7 +183,7 @@ def test_a_file_keeps_its_meaning_where_it_speaks_and_deepspeeds_where_it_is_sil
 )
 def test_what_cannot_be_carried_says_why_and_leaves_nothing_behind(native, key, part):
     (found,) = [line for line in imported(native).lines if line.key.rpartition(".")[2] == key]
-    assert found.fate == "dropped" and part in found.note
+    assert found.outcome == "dropped" and part in found.note
     load_config(imported(native).tree)
 
 
@@ -212,7 +212,7 @@ def test_what_cannot_be_carried_says_why_and_leaves_nothing_behind(native, key, 
     ],
 )
 def test_what_changes_its_meaning_says_how(native, key, part):
-    assert line(native, key).fate == "changed" and part in line(native, key).note
+    assert line(native, key).outcome == "changed" and part in line(native, key).note
     load_config(imported(native).tree)
 
 
@@ -237,10 +237,10 @@ def test_aio_within_zero_optimization_is_carried_and_told_where_it_belongs():
     nested = {"zero_optimization": {"stage": 3, "offload_param": offload, "aio": {"block_size": 4096}}}
     assert tree(nested)["zero.aio.block_size"] == 4096
     found = line(nested, "zero_optimization.aio.block_size")
-    assert found.fate == "carried" and "top level" in found.note
+    assert found.outcome == "carried" and "top level" in found.note
     both = nested | {"aio": {"block_size": 8192}}
     assert tree(both)["zero.aio.block_size"] == 8192
-    assert line(both, "zero_optimization.aio.block_size").fate == "dropped"
+    assert line(both, "zero_optimization.aio.block_size").outcome == "dropped"
 
 
 def test_an_unknown_key_of_a_section_is_not_taken_for_the_section():
@@ -264,7 +264,7 @@ def test_a_line_that_leads_nowhere_says_why(name):
 def test_the_schedulers_peak_rules_over_the_optimizers_learning_rate():
     native = DEEPSPEED_FILES["tutorial"]
     assert tree(native)["optimizer.lr"] == 0.002
-    assert line(native, "optimizer.params.lr").fate == "dropped"
+    assert line(native, "optimizer.params.lr").outcome == "dropped"
 
 
 @pytest.mark.parametrize(
@@ -296,7 +296,7 @@ def test_the_schedule_is_deepspeeds_but_for_the_step_that_is_reported(kind, para
 
 
 ON_DEEPSPEED = [name for name in WHOLE_MODELS if "ddp" not in name and "fsdp2" not in name and "accelerate" not in name]
-MAPPED = [key for key in leaf_fields() if coverage(key, "deepspeed").status == "mapped"]
+MAPPED = [key for key in leaf_fields() if key_support(key, "deepspeed").status == "mapped"]
 
 
 def values(run, keys=MAPPED):
@@ -327,12 +327,12 @@ AUTO_TP = [
 ]
 
 
-@pytest.mark.parametrize("name, item, fate, part", AUTO_TP)
-def test_every_key_of_autotp_is_reported(name, item, fate, part):
+@pytest.mark.parametrize("name, item, outcome, part", AUTO_TP)
+def test_every_key_of_autotp_is_reported(name, item, outcome, part):
     native = {}
     assign(native, f"tensor_parallel.{name}", item)
     found = line(native, f"tensor_parallel.{name}")
-    assert found.fate == fate and part in found.note
+    assert found.outcome == outcome and part in found.note
     assert found.ours == (("parallel.tp",) if (name, item) == ("autotp_size", 2) else ())
     load_config(imported(native).tree)
 
@@ -347,7 +347,7 @@ def test_autotp_goes_there_and_back_in_a_standalone_json():
     run = resolve(*load_config({"parallel": {"tp": 2}, "schedule": {"name": "constant"}}), GPU)
     assert "tensor_parallel" not in to_deepspeed(run), "DeepSpeed would cut layers that are cut already"
     back = resolve_tree(imported(to_deepspeed(run, standalone=True)))
-    assert (back.config.parallel.tp, back.data_ranks) == (2, run.data_ranks)
+    assert (back.config.parallel.tp, back.dp_size) == (2, run.dp_size)
 
 
 FORMATS = [("fp32", None), ("bf16", "bf16"), ("bf16", None), ("fp16", "fp16")]
@@ -406,11 +406,11 @@ PIPELINE = [
 ]
 
 
-@pytest.mark.parametrize("name, item, fate, part", PIPELINE)
-def test_every_key_of_deepspeeds_pipeline_is_reported(name, item, fate, part):
+@pytest.mark.parametrize("name, item, outcome, part", PIPELINE)
+def test_every_key_of_deepspeeds_pipeline_is_reported(name, item, outcome, part):
     native = {"pipeline": {name: item}, "zero_optimization": {"stage": 1}}
     found = line(native, f"pipeline.{name}")
-    assert found.fate == fate and part in found.note
+    assert found.outcome == outcome and part in found.note
     config = load_config(imported(native).tree)[0]
     assert config.parallel.pp == (4 if item == 4 else 1)
     assert config.model.gradient_checkpointing is (name == "activation_checkpoint_interval" and item > 0)

@@ -21,9 +21,9 @@ from ds_trainer.config.resolved import Machine
 from ds_trainer.errors import ConfigError, ConfigErrors
 from ds_trainer.interop.accelerate.snippet import accelerate_snippet
 from ds_trainer.interop.hf.exporter import hf_snippet, to_hf
-from ds_trainer.interop.hf.fields import FIELDS, SAME, in_their_words
+from ds_trainer.interop.hf.fields import KEY_OF_FIELD, TRAINING_ARGUMENTS, with_field_names
 from ds_trainer.interop.hf.importer import from_hf
-from ds_trainer.interop.hf.notes import ENGINES, SAID, UNSAID, reason
+from ds_trainer.interop.hf.notes import ENGINES, TRANSLATED, UNTRANSLATED, reason
 from ds_trainer.interop.import_report import report
 from ds_trainer.optim import lr_factor
 from ds_trainer.trainer.inputs import config_of_arguments
@@ -61,13 +61,13 @@ def test_the_table_holds_every_field_of_the_installed_class_with_its_default(arg
     wrong = {}
     for field in dataclasses.fields(TrainingArguments):
         usual = field.default_factory() if field.default is dataclasses.MISSING else field.default
-        ours = FIELDS[field.name].default
+        ours = TRAINING_ARGUMENTS[field.name].default
         if ours not in (usual, getattr(made, field.name)) and usual not in ("", []):
             wrong[field.name] = (usual, ours)
     assert wrong == {}
-    assert FIELDS.keys() == {field.name for field in dataclasses.fields(TrainingArguments)}
-    assert all(not (field.key and field.why) for field in FIELDS.values())
-    assert set(SAME.values()) <= leaf_fields().keys()
+    assert TRAINING_ARGUMENTS.keys() == {field.name for field in dataclasses.fields(TrainingArguments)}
+    assert all(not (field.key and field.why) for field in TRAINING_ARGUMENTS.values())
+    assert set(KEY_OF_FIELD.values()) <= leaf_fields().keys()
 
 
 NON_DEFAULT = {
@@ -117,23 +117,23 @@ NON_DEFAULT = {
 
 
 def other_than(name):
-    default = FIELDS[name].default
+    default = TRAINING_ARGUMENTS[name].default
     if name in NON_DEFAULT:
         return NON_DEFAULT[name]
     return not default if default is None or isinstance(default, bool) else default + 1
 
 
-@pytest.mark.parametrize("name", FIELDS)
+@pytest.mark.parametrize("name", TRAINING_ARGUMENTS)
 def test_a_field_that_is_not_at_its_default_has_one_line_that_is_no_default(name):
     found, _ = imported(**{name: other_than(name)})
     lines = [line for line in found.lines if line.key.partition(".")[0] == name and line.value is not None]
     assert len(lines) == 1 or name == "fsdp_config", lines
-    assert all(line.note for line in lines if line.fate != "carried" or not line.ours)
+    assert all(line.note for line in lines if line.outcome != "carried" or not line.ours)
     assert "secret" not in report(found)
 
 
 def test_every_line_that_carries_leads_to_keys_that_exist():
-    for name in FIELDS:
+    for name in TRAINING_ARGUMENTS:
         found, flat = imported(**{name: other_than(name)})
         assert {key for line in found.lines for key in line.ours} <= leaf_fields().keys() | {"native.deepspeed"}
         assert flat.keys() <= leaf_fields().keys()
@@ -143,12 +143,12 @@ def test_every_line_that_carries_leads_to_keys_that_exist():
 def test_an_unknown_field_is_reported_with_the_nearest_one(name, meant):
     found, _ = imported(**{name: 1.0})
     (line,) = lines_of(found, name)
-    assert line.fate == "dropped" and line.note.startswith("unknown: ")
+    assert line.outcome == "dropped" and line.note.startswith("unknown: ")
     assert line.note.endswith(f"; did you mean {meant}?" if meant else "has no such field")
 
 
 def test_a_file_has_one_line_for_each_of_its_keys_with_its_own_value():
-    file = {name: field.default for name, field in FIELDS.items() if field.default is not None}
+    file = {name: field.default for name, field in TRAINING_ARGUMENTS.items() if field.default is not None}
     file |= {"fsdp": "shard_grad_op", "fsdp_config": {"fsdp_activation_checkpointing": False, "min_num_params": 0}}
     file |= {"warmup_ratio": 0.0, "lr_scheduler_kwargs": {}}
     for more in ({}, {"max_steps": 5}, {"optim": "sgd", "eval_strategy": "epoch"}):
@@ -167,7 +167,7 @@ def test_a_file_has_one_line_for_each_of_its_keys_with_its_own_value():
 
 
 def test_what_a_file_says_at_its_default_means_what_is_left_out_means():
-    said = {name: field.default for name, field in FIELDS.items()}
+    said = {name: field.default for name, field in TRAINING_ARGUMENTS.items()}
     assert load_config(from_hf(said).tree)[0] == load_config(from_hf({}).tree)[0]
 
 
@@ -193,16 +193,16 @@ def test_once_per_epoch_is_told_with_its_formula_where_the_data_is_not_known():
     found, flat = imported(**EPOCHS, load_best_model_at_end=True, gradient_accumulation_steps=4)
     for name, key in zip(EPOCHS, EVERY, strict=True):
         (line,) = lines_of(found, name)
-        assert line.fate == "changed"
+        assert line.outcome == "changed"
         assert f"set {key} to ceil(samples / (8 x 4 x ranks)); " in line.note
     (best,) = lines_of(found, "load_best_model_at_end")
-    assert best.fate == "changed" and "the only one to choose from" in best.note
+    assert best.outcome == "changed" and "the only one to choose from" in best.note
     assert flat["evaluation.at_end"] and flat.get("evaluation.every_steps") is None
 
 
 def test_hints_name_the_fields_that_a_caller_with_training_arguments_can_change():
     note = "known with run.max_steps only: set evaluation.every_steps or data.pin_memory; see zero.stage."
-    assert in_their_words(note) == "known with max_steps only: set eval_steps or data.pin_memory; see zero.stage."
+    assert with_field_names(note) == "known with max_steps only: set eval_steps or data.pin_memory; see zero.stage."
 
 
 @pytest.mark.parametrize(
@@ -240,7 +240,7 @@ def test_hybrid_shard_of_fsdp1_asks_for_the_number_of_machines():
     hybrid = {"fsdp": "hybrid_shard", "fsdp_config": {"version": 1}}
     found, flat = imported(**hybrid)
     (line,) = [line for line in found.lines if line.ours[:1] == ("fsdp.reshard_after_forward",)]
-    assert (line.fate, flat["parallel.dp_replicate"]) == ("changed", 1)
+    assert (line.outcome, flat["parallel.dp_replicate"]) == ("changed", 1)
     assert "parallelism_config.dp_replicate_size" in line.note
     assert imported(**hybrid, parallelism_config={"dp_replicate_size": 2})[1]["parallel.dp_replicate"] == 2
 
@@ -374,12 +374,12 @@ def test_a_deepspeed_json_that_says_something_else_is_refused_as_transformers_do
 
 
 def test_every_key_of_a_run_has_an_argument_or_a_reason():
-    assert set(SAID) | {key for key in UNSAID if "." in key} <= leaf_fields().keys()
-    assert not SAID & UNSAID.keys()
+    assert set(TRANSLATED) | {key for key in UNTRANSLATED if "." in key} <= leaf_fields().keys()
+    assert not TRANSLATED & UNTRANSLATED.keys()
     for key in leaf_fields():
-        said = key in SAID or (key.partition(".")[0] in ENGINES and key not in UNSAID)
+        said = key in TRANSLATED or (key.partition(".")[0] in ENGINES and key not in UNTRANSLATED)
         assert (reason(key) is None) == said
-        assert said or reason(key) in UNSAID
+        assert said or reason(key) in UNTRANSLATED
 
 
 @pytest.mark.parametrize("name", WHOLE_MODELS)
@@ -391,7 +391,7 @@ def test_a_shipped_config_survives_the_way_there_and_back(arguments, name):
     there = resolve(*load_config(FOLDER / name, ["run.max_steps=100", *on_gpus]), machine)
     told = to_hf(there)
     parsed = arguments(**told.arguments)
-    assert all(getattr(parsed, key) == told.arguments[key] for key in SAME if key in told.arguments)
+    assert all(getattr(parsed, key) == told.arguments[key] for key in KEY_OF_FIELD if key in told.arguments)
     found = from_hf(told.arguments | ({"deepspeed": told.deepspeed} if told.deepspeed else {}))
     back = leaf_values(resolve(*load_config(found.tree), machine).config)
     lost = {key for key in leaf_fields() if reason(key) is not None}
@@ -471,7 +471,7 @@ def test_the_optimizer_that_transformers_makes_is_ours(arguments, optimizer, kin
 def test_group_by_length_has_the_line_of_its_successor():
     old, new = imported(group_by_length=True)[0], imported(train_sampling_strategy="group_by_length")[0]
     (line,) = lines_of(old, "group_by_length")
-    assert (line.value, line.fate) == (True, "dropped")
+    assert (line.value, line.outcome) == (True, "dropped")
     assert line.note == lines_of(new, "train_sampling_strategy")[0].note
 
 
@@ -499,7 +499,9 @@ def test_tensor_parallelism_is_refused_since_theirs_is_another():
 @pytest.mark.parametrize("fields", [{"tp_size": 2}, {"parallelism_config": {"tp_size": 2}}], ids=str)
 def test_a_tensor_parallel_size_is_carried(fields):
     found, flat = imported(**fields)
-    assert flat["parallel.tp"] == 2 and [line.fate for line in found.lines if "parallel.tp" in line.ours] == ["carried"]
+    assert flat["parallel.tp"] == 2 and [line.outcome for line in found.lines if "parallel.tp" in line.ours] == [
+        "carried"
+    ]
     assert "parallel.tp" not in imported(tp_size=1)[1]
 
 
