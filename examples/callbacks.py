@@ -16,7 +16,7 @@ from ds_trainer.metrics import EvalMetrics
 
 
 class KeepBest(Callback):
-    """Writes `<output_dir>/best`. All ranks call it with the same loss, so all take part in the export together."""
+    """Writes `<output_dir>/best`. All ranks call it with the same loss, so all take part in the export."""
 
     def __init__(self) -> None:
         self.best = math.inf
@@ -35,7 +35,7 @@ class StopAtGoal(TrainerCallback):
         self.goal = goal
 
     def on_evaluate(self, args, state, control, metrics, **kwargs):
-        """Asks for the end; it comes after this step."""
+        """Requests the end of training, which comes after this step."""
         control.should_training_stop = metrics["eval_loss"] < self.goal
 
 

@@ -1,4 +1,4 @@
-"""Train with a loss of your own: cross entropy plus PaLM's z-loss, which keeps the logits from drifting.
+"""Train with a user-defined loss: cross entropy plus PaLM's z-loss, which keeps the logits from drifting.
 
 deepspeed --num_gpus 2 examples/custom_loss.py
 """
@@ -18,7 +18,7 @@ Z_WEIGHT = 1e-4
 def loss_with_z(outputs: Any, labels: torch.Tensor, num_items_in_batch: int) -> torch.Tensor:
     """Cross entropy plus 1e-4 times the squared logarithm of the softmax's denominator.
 
-    A sum over this micro-batch's label tokens divided by those of the whole step, so that it is the same mean on any
+    A sum over this micro-batch's label tokens divided by those of the full step, so that it is the same mean on any
     number of ranks and micro-batches.
 
     Source: Chowdhery et al. 2022, https://arxiv.org/abs/2204.02311, section 5.

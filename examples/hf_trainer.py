@@ -3,7 +3,7 @@
 torchrun --nproc_per_node 2 examples/hf_trainer.py --config run.json
 torchrun --nproc_per_node 2 examples/hf_trainer.py --config run.json --set zero.stage=3
 
-Trainers that are made of it take the same, such as TRL's: make_trainer(args, SFTTrainer, SFTConfig, max_length=None).
+Subclasses of it, such as TRL's, work the same way: make_trainer(args, SFTTrainer, SFTConfig, max_length=None).
 """
 
 import argparse
@@ -35,11 +35,11 @@ from ds_trainer.log import get_logger
 
 
 def training_arguments(resolved: ResolvedConfig) -> dict[str, Any]:
-    """The run as `TrainingArguments` take it, but for the order of samples, which is `in_order`'s."""
-    told = to_hf(resolved)
-    arguments = told.arguments | {"train_sampling_strategy": "sequential", "deepspeed": told.deepspeed}
-    if told.deepspeed is not None and resolved.machine.device == "cpu":
-        # accelerate takes each rank without a GPU for a world of its own, unless its state is made before.
+    """The run as `TrainingArguments` take it, except for the order of samples, which `in_order` fixes."""
+    exported = to_hf(resolved)
+    arguments = exported.arguments | {"train_sampling_strategy": "sequential", "deepspeed": exported.deepspeed}
+    if exported.deepspeed is not None and resolved.machine.device == "cpu":
+        # Without a GPU accelerate treats each rank as a world of one rank, unless its state exists already.
         disable_shm_comm()
         os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
         PartialState(backend="gloo")
@@ -48,7 +48,7 @@ def training_arguments(resolved: ResolvedConfig) -> dict[str, Any]:
 
 
 def machine_of_transformers(config: RunConfig) -> Machine:
-    """This machine as transformers' Trainer uses it: a precision that the config leaves open follows from it."""
+    """This machine as transformers' Trainer uses it, from which an unset `precision.dtype` is derived."""
     machine = probe_machine(grid_from_environment().world, config.run.device)
     if machine.device == "cpu" and backend(config) == "deepspeed":
         machine = replace(machine, native_dtypes=("fp32",), reason="transformers takes bf16 on a CPU under DDP only")
@@ -60,7 +60,7 @@ def machine_of_transformers(config: RunConfig) -> Machine:
 def in_order(dataset: Any, resolved: ResolvedConfig) -> Dataset:
     """The samples of all steps, one after the other.
 
-    A short last step of an epoch is filled up with those of the next one, as every step of transformers is full.
+    Every step of transformers is full: a short last step of an epoch is filled with samples of the next one.
     """
     config, batch, data = resolved.config, resolved.config.batch, resolved.config.data
     sampler = GlobalBatchSampler(len(dataset), batch.global_size, batch.micro_size, 0, 1, config.run.seed, data.shuffle)
@@ -75,10 +75,12 @@ def make_trainer(
     arguments_class: type[TrainingArguments] = TrainingArguments,
     **more: Any,
 ) -> Trainer:
-    """A trainer of transformers' kind for the run that the command line names; `more` are arguments of its own."""
+    """A Trainer of transformers for the run of the command line; `more` are further arguments of `arguments_class`."""
     config, origins = config_from_arguments(args)
     resolved = resolve(config, origins, machine_of_transformers(config))
-    arguments = arguments_class(**training_arguments(resolved), **more)  # First: under ZeRO-3 the model heeds it.
+    arguments = arguments_class(
+        **training_arguments(resolved), **more
+    )  # First: under ZeRO-3 it changes how the model is built.
     model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(config.model.tokenizer or config.model.path)
     sizes = {"vocab_size": model.config.vocab_size, "max_positions": model.config.max_position_embeddings}

@@ -1,8 +1,8 @@
-"""Cuts a Llama into pipeline stages by hand, runs one step under a schedule, and holds it to the whole model.
+"""Splits a Llama into pipeline stages by hand, runs one step under a schedule, and compares it with the unsplit model.
 
 torchrun --nproc_per_node 2 examples/pipeline_by_hand.py --schedule zbv
 
-Runs on the CPU in seconds, on 2 or 4 ranks. `parallel.pp` does this to a model; docs/pipeline.md says how.
+Runs on the CPU in seconds, on 2 or 4 ranks. `parallel.pp` does this for any model: docs/pipeline.md.
 """
 
 import argparse
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     count = sum(parameter.numel() for parameter in model.parameters())
     say(group, [f"rank {rank} has {count:,} parameters, in stages {', '.join(map(str, staged.stages))}"])
 
-    # 3. The runtime goes through the rank's list; between passes it sends hidden states on, and their gradients back.
+    # 3. The runtime runs the rank's list; between passes it sends hidden states forward, and their gradients back.
     losses: dict[int, torch.Tensor] = {}
 
     def forward(stage: int, microbatch: int, hidden: torch.Tensor | None) -> torch.Tensor:
@@ -70,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     PipelineRuntime(group, group, torch.device("cpu")).run(schedule, forward, [ids.shape for ids in batches])
 
-    # 4. Embedding and head are one parameter. The first stage owns it, and gets the gradient that the last one has.
+    # 4. Embedding and head are one parameter. The first stage owns it, and receives the last stage's gradient.
     parameters = StageParameters(staged.shapes, staged.owners, staged.copies, rank, group, group)
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
     parameters.sum_tied(gradients)
@@ -103,19 +103,19 @@ def join() -> dist.ProcessGroup:
     group = dist.group.WORLD
     assert group is not None
     if group.size() not in (2, 4):
-        told = f"{LAYERS} layers make two equal stages on each of 2 or 4 ranks, not {group.size()}"
-        raise SystemExit(told if group.rank() == 0 else 1)
+        message = f"{LAYERS} layers make two equal stages on each of 2 or 4 ranks, not {group.size()}"
+        raise SystemExit(message if group.rank() == 0 else 1)
     return group
 
 
 def say(group: dist.ProcessGroup, lines: Sequence[str]) -> None:
     """Prints the lines of all ranks, in their order."""
-    everyones: list[Sequence[str]] = [[]] * group.size()
-    dist.all_gather_object(everyones, lines, group=group)
+    all_lines: list[Sequence[str]] = [[]] * group.size()
+    dist.all_gather_object(all_lines, lines, group=group)
     if group.rank() == 0:
-        print(*(line for own in everyones for line in own), "", sep="\n", flush=True)
+        print(*(line for lines in all_lines for line in lines), "", sep="\n", flush=True)
 
 
 if __name__ == "__main__":
     main()
-    dist.destroy_process_group()  # Ends gloo's threads, before Python's end would cut them off.
+    dist.destroy_process_group()  # Ends gloo's threads before Python exits.

@@ -1,8 +1,8 @@
-"""Splits an MLP and an attention block over ranks by hand, shows what is sent, and holds them to the whole blocks.
+"""Shards an MLP and an attention block over ranks by hand, shows what is sent, and compares with the full blocks.
 
 torchrun --nproc_per_node 2 examples/tp_by_hand.py
 
-Runs on the CPU in seconds, on 1, 2, 4 or 8 ranks. `parallel.tp` does this to a model; docs/tensor_parallel.md says how.
+Runs on the CPU in seconds, on 1, 2, 4 or 8 ranks. `parallel.tp` does this for any model: docs/tensor_parallel.md.
 """
 
 import os
@@ -56,7 +56,7 @@ BLOCKS: dict[type[nn.Module], tuple[list[str], str]] = {
     MLP: (["gate", "up"], "down"),
     Attention: (["q", "k", "v"], "out"),
 }
-"""Block -> its layers that are cut by rows, each rank having some outputs, and the one cut by columns that ends it."""
+"""Block -> its column-parallel layers, of whose outputs each rank has some, and the row-parallel layer that ends it."""
 
 
 def split(whole: nn.Module, group: dist.ProcessGroup, sequence_parallel: bool) -> nn.Module:
@@ -81,7 +81,7 @@ def own_part(tensor: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.
 
 
 class Sent(TorchDispatchMode):
-    """Notes every collective that runs in its block, with the bytes of the whole tensor."""
+    """Notes every collective that runs in its block, with the bytes of the full tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class Sent(TorchDispatchMode):
 def compare(
     kind: type[nn.Module], group: dist.ProcessGroup, sequence_parallel: bool, say: Callable[[str], None]
 ) -> None:
-    """Runs a block whole and split, forward and backward.
+    """Runs a block, full and sharded, forward and backward.
 
     Raises:
         SystemExit: They differ.
@@ -159,8 +159,8 @@ def main() -> None:
     group = dist.group.WORLD
     assert group is not None
     if (HIDDEN // HEAD) % group.size():
-        told = f"{HIDDEN // HEAD} heads do not divide by {group.size()} ranks: start 1, 2, 4 or 8"
-        raise SystemExit(told if group.rank() == 0 else 1)
+        message = f"{HIDDEN // HEAD} heads do not divide by {group.size()} ranks: start 1, 2, 4 or 8"
+        raise SystemExit(message if group.rank() == 0 else 1)
 
     def say(text: str) -> None:
         if group.rank() == 0:
@@ -179,7 +179,7 @@ def main() -> None:
         "Backward the\nsame holds for the gradient of the input, which all of the first layers read: one all-reduce.\n"
         "With sequence parallelism a rank has some of the positions outside of the block: an all-reduce falls apart\n"
         "into a reduce-scatter and an all-gather, which together send as much. The one more all-gather gets the input\n"
-        "again for the weights' gradients, so that no rank has to keep it whole."
+        "again for the weights' gradients, so that no rank has to keep all of it."
     )
 
 

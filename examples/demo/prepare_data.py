@@ -1,4 +1,4 @@
-"""Cuts instruction data from Python's own standard library: a docstring is the request, the code below it the answer.
+"""Makes instruction data from Python's standard library: a docstring is the request, the code below it the answer.
 
 The data is on every machine that can run this and needs no download. It is split by module: none gives records to both
 the training and the evaluation file, so a function's siblings cannot leak from one into the other.

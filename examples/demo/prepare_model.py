@@ -69,7 +69,7 @@ def ask(folder: Path, question: str, max_new_tokens: int) -> str:
 
 
 def main() -> None:
-    """Makes the folder unless it is there; a broken-off run leaves nothing behind under its name."""
+    """Makes the folder unless it exists; an interrupted run leaves no folder of that name."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path(".demo/SmolLM2-135M-Instruct"))
     folder: Path = parser.parse_args().out
