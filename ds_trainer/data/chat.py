@@ -1,4 +1,4 @@
-"""A conversation becomes token ids and a mask of the assistant's tokens, found by position and never by text search."""
+"""Tokenises conversations and marks the assistant's tokens, which are found by position, not by text search."""
 
 from __future__ import annotations
 
@@ -21,49 +21,49 @@ def encode_chat(
 ) -> tuple[list[int], list[bool]]:
     """Tokenises a conversation and marks the tokens of the assistant's turns from message `first` on.
 
-    A template with `{% generation %}` markers says itself what the assistant wrote. Without them a turn is what the
-    rendered text gains when the turn follows the generation prompt, up to and including the end-of-turn token.
+    A template with `{% generation %}` markers marks what the assistant wrote. Without markers a turn is the text that
+    rendering the turn adds after the generation prompt, up to and including the end-of-turn token.
 
     Args:
         messages: List of `{"role": ..., "content": ...}`; `[]` gives no tokens.
         first: Assistant turns before this index are context only.
         tokenizer: A fast Hugging Face tokenizer.
         template: Jinja template to use in place of the tokenizer's.
-        origin: Where the conversation is from, for error texts.
+        origin: Name of the conversation in error texts.
 
     Returns:
         Token ids, and for each whether it is learned.
 
     Raises:
-        DataError: Messages of a wrong shape, no chat template, or one that refuses or rewrites the conversation.
+        DataError: Messages of a wrong shape, no chat template, or one that fails on or rewrites the conversation.
     """
     _check(messages, origin)
     if not messages:
         return [], []
     chat = _Conversation(messages, tokenizer, _template(tokenizer, template, origin), origin)
     if GENERATION_MARKER.search(chat.template):
-        start = len(chat.opening(first)) if first else 0
+        start = len(chat.prefix(first)) if first else 0
         ids, offsets, marked = chat.tokenise_marked()
         return ids, [bool(mark) and begin >= start for mark, (begin, _) in zip(marked, offsets, strict=True)]
     turns = [chat.turn(i) for i in range(first, len(messages)) if messages[i]["role"] == "assistant"]
     ids, offsets = chat.tokenise()
-    # A token that begins before a turn holds text of another one, so it is not learned.
+    # A token that begins before a turn holds text of the previous one too, so it is not learned.
     return ids, [any(start <= begin < stop for start, stop in turns) for begin, _ in offsets]
 
 
-def encode_opening(messages: list[dict[str, str]], tokenizer: Any, origin: Origin) -> list[int]:
-    """Tokenises a conversation that the assistant is to go on with.
+def encode_chat_prompt(messages: list[dict[str, str]], tokenizer: Any, origin: Origin) -> list[int]:
+    """Tokenises a conversation with the generation prompt at its end, for the model to continue.
 
     Raises:
-        DataError: Messages of a wrong shape, no chat template, or one that refuses the conversation.
+        DataError: Messages of a wrong shape, no chat template, or one that fails on the conversation.
     """
     _check(messages, origin)
     chat = _Conversation(messages, tokenizer, _template(tokenizer, None, origin), origin)
-    return chat.tokenise_opening()
+    return chat.tokenise_prompt()
 
 
 class _Conversation:
-    """Renders one conversation, whole and in part, and turns the template's complaints into our own."""
+    """Renders one conversation or its first messages, and turns errors of the template into data errors."""
 
     def __init__(self, messages: list[dict[str, Any]], tokenizer: Any, template: str, origin: Origin) -> None:
         self.messages, self.tokenizer, self.template, self.origin = messages, tokenizer, template, origin
@@ -76,7 +76,7 @@ class _Conversation:
         out = self.tokenizer(self.text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         return out["input_ids"], out["offset_mapping"]
 
-    def tokenise_opening(self) -> list[int]:
+    def tokenise_prompt(self) -> list[int]:
         text = self._render(len(self.messages), add_generation_prompt=True)
         return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
@@ -90,13 +90,17 @@ class _Conversation:
         )
         return out["input_ids"], out["offset_mapping"], out["assistant_masks"]
 
-    def opening(self, stop: int, add_generation_prompt: bool = False) -> str:
-        """The first `stop` messages rendered, which must be how the whole conversation begins."""
+    def prefix(self, stop: int, add_generation_prompt: bool = False) -> str:
+        """The first `stop` messages rendered, which must be a prefix of the rendered conversation.
+
+        Raises:
+            DataError: The template renders them differently when more messages follow.
+        """
         text = self._render(stop, add_generation_prompt)
         if not self.text.startswith(text):
             raise DataError(
                 f"{self.origin}: the chat template renders the first {stop} of {len(self.messages)} messages "
-                "differently on their own than inside the whole conversation",
+                "differently alone than within the conversation",
                 "an assistant turn is found by rendering the conversation up to it, so a template may alter earlier "
                 "turns only if it has {% generation %} markers",
                 "set data.chat_template to a template with {% generation %} markers",
@@ -104,14 +108,14 @@ class _Conversation:
         return text
 
     def turn(self, i: int) -> Span:
-        """Characters of assistant turn `i`: after the generation prompt, up to its end-of-turn token."""
-        after = self.opening(i + 1)
+        """Start and stop of assistant turn `i` in the text: after the generation prompt, up to its end-of-turn token."""
+        after = self.prefix(i + 1)
         if i > 0:
-            start = len(self.opening(i, add_generation_prompt=True))
-        else:  # no message precedes the turn: learn what the generation prompt looks like from behind it
+            start = len(self.prefix(i, add_generation_prompt=True))
+        else:  # no message precedes the turn: render the generation prompt after it to know its text
             header = self._render(1, add_generation_prompt=True).removeprefix(after)
             start = after.find(header) + len(header)
-        # Templates close a turn with a token and a newline; the model stops at the token and never writes the newline.
+        # Templates end a turn with a token and a newline; the model stops at the token and writes no newline.
         trimmed = after.rstrip()
         closed = trimmed.endswith(tuple(self.tokenizer.all_special_tokens))
         return start, len(trimmed if closed else after)
@@ -124,9 +128,9 @@ class _Conversation:
             return self.tokenizer.apply_chat_template(self.messages[:stop], chat_template=self.template, **kwargs)
         except TemplateError as error:
             raise DataError(
-                f"{self.origin}: the chat template refuses the conversation: {error}",
+                f"{self.origin}: the chat template fails on the conversation: {error}",
                 "a conversation must follow its template's rules",
-                "mend the record, or set data.chat_template",
+                "fix the record, or set data.chat_template",
             ) from error
 
 
@@ -134,7 +138,7 @@ def _template(tokenizer: Any, template: str | None, origin: Origin) -> str:
     if not getattr(tokenizer, "is_fast", False):
         raise DataError(
             f"{origin} is a conversation, and a {type(tokenizer).__name__} gives no character offsets",
-            "the assistant's tokens are found by the offsets of a fast tokenizer",
+            "the offsets of a fast tokenizer say which tokens are the assistant's",
             "set model.tokenizer to one with a tokenizer.json, or give records with input_ids and labels",
         )
     try:

@@ -15,14 +15,14 @@ PADDED_KEYS = {"input_ids", "labels", "attention_mask"}
 
 
 def padding_id(tokenizer: Any) -> int:
-    """The id that fills up short rows. Padding is masked by position, so any valid id does: pad, else eos, else 0."""
+    """The id of padding: pad, else eos, else 0. Padding is masked by position, so any valid id will do."""
     return next((i for name in ("pad", "eos") if (i := getattr(tokenizer, f"{name}_token_id", None)) is not None), 0)
 
 
 def pad_collate(features: list[Mapping[str, Any]], pad_token_id: int) -> dict[str, torch.Tensor]:
     """Pads samples on the right to the longest of them.
 
-    What is padding is known from the lengths and never from the ids, so an end token that doubles as pad stays learned.
+    Lengths decide what is padding, never ids, so an end token that is also the pad token stays learned.
 
     Args:
         features: Samples with `input_ids` and perhaps `labels` (default: all tokens learned) and `attention_mask`.

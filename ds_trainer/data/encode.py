@@ -1,4 +1,4 @@
-"""A record becomes token ids and labels: which tokens are learned is decided here, exactly, token by token."""
+"""Turns a record into token ids and labels; decides token by token which are learned."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ def encode(record: Record, tokenizer: Any, chat_template: str | None, origin: Or
         record: The record.
         tokenizer: A Hugging Face tokenizer; None does for `input_ids`.
         chat_template: Jinja template to use in place of the tokenizer's.
-        origin: Where the record is from, for error texts.
+        origin: Name of the record in error texts.
 
     Returns:
-        The sample; without any token where the record holds no text at all.
+        The sample; it has no tokens where the record holds no text.
 
     Raises:
         DataError: The record has a wrong shape, or its conversation cannot be rendered.
@@ -80,7 +80,7 @@ def encode(record: Record, tokenizer: Any, chat_template: str | None, origin: Or
 
 
 def _encode_ids(input_ids: Any, rest: dict[str, Any], origin: Origin) -> Encoded:
-    """Takes tokens as they are, less the padding that an attention mask marks."""
+    """Takes the given tokens without the padding that an attention mask marks."""
     ids = _ints(input_ids, origin)
     labels = _ints(rest["labels"], origin) if "labels" in rest else ids
     mask = _ints(rest["attention_mask"], origin) if "attention_mask" in rest else [1] * len(ids)
@@ -99,8 +99,8 @@ def _ints(values: Any, origin: Origin) -> list[int]:
 def _encode_completion(prompt: str, completion: str, tokenizer: Any) -> Encoded:
     """Joins the two texts' tokens such that no token holds characters of both.
 
-    Tokens are those of the joined text as long as they begin with the prompt's own. Where a token would span the
-    boundary, the parts are tokenised apart, which is what the model meets when it continues the prompt.
+    These are the tokens of the joined text if they begin with those of the prompt. Where a token would span the
+    boundary, prompt and completion are tokenised separately, as the model sees them when it continues the prompt.
     """
     if not prompt and not completion:
         return Encoded([], [])

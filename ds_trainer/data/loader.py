@@ -18,12 +18,12 @@ class BatchLoader:
 
     Args:
         dataset: Map-style samples.
-        sampler: Says which samples a step holds.
+        sampler: Gives the samples of each step.
         collate_fn: Makes a batch of a list of samples, as in Hugging Face (`data_collator`).
         num_workers: Processes that read and collate; 0: this one.
-        prefetch_factor: Micro-batches that each worker makes ahead.
-        pin_memory: Hand batches over in page-locked memory.
-        one_pass: The data set is read once from step 0 on: workers end with its last step, and do not read on.
+        prefetch_factor: Micro-batches that each worker prefetches.
+        pin_memory: Return batches in page-locked memory.
+        one_pass: The data set is read once, from step 0 on: workers end after its last step.
         maker: Further arguments of `BatchMaker`.
 
     Attributes:
@@ -49,14 +49,14 @@ class BatchLoader:
         self._one_pass = one_pass
         self._stream: BatchStream | None = None
         self._next_step: int | None = None
-        """The step that the stream is at the beginning of; None: inside one."""
+        """The step whose first micro-batch the stream returns next; None: it is inside a step."""
 
     def step(self, k: int) -> Iterator[MicroBatch]:
         """The micro-batches of step `k`, as many on every rank.
 
-        Steps in order are read ahead; any other one is begun in constant time, without reading what lies between.
-        Where the short last batch of an epoch leaves this rank without samples, it gets one real sample with every
-        label at -100: the pass runs, so that collectives pair up, and adds nothing.
+        Consecutive steps are prefetched; any other step starts in constant time, without reading those between.
+        Where the short last batch of an epoch leaves this rank without samples, it gets one real sample with all
+        labels at -100: the pass adds nothing to the loss, and runs so that collectives match.
 
         Raises:
             DataError: Ids beyond the embedding, a sequence beyond the model's positions, or a batch without labels.
@@ -67,39 +67,39 @@ class BatchLoader:
         for left in reversed(range(self.sampler.num_microbatches(k))):
             batch = next(stream)
             if left == 0:
-                self._passed(k)
+                self._finished(k)
             self.input_wait_s += time.perf_counter() - started
             yield batch
             started = time.perf_counter()
 
-    def alone(self, sample: int) -> MicroBatch:
-        """A micro-batch of one sample, outside of any step."""
+    def single(self, sample: int) -> MicroBatch:
+        """A micro-batch of one sample, outside any step."""
         made = self.maker[Task(0, 0, [sample])]
         if isinstance(made, FailedBatch):
             made.reraise()
         return made
 
     def close(self) -> None:
-        """Ends the workers; a later step starts others."""
+        """Ends the workers; a later step starts new ones."""
         if self._stream is not None:
             self._stream.close()
         self._stream = self._next_step = None
 
     def _stream_at(self, k: int) -> BatchStream:
-        """The stream at the beginning of step `k`, as it is or begun anew; until `_passed` it is inside the step."""
+        """The stream at the first micro-batch of step `k`, restarted if need be; inside it until `_finished`."""
         if self._stream is None or self._next_step != k:
             self.close()
             self._stream = BatchStream(self.maker, self._tasks(k), *self._reading)
         self._next_step = None
         return self._stream
 
-    def _passed(self, k: int) -> None:
+    def _finished(self, k: int) -> None:
         self._next_step = k + 1
         if self._one_pass and self._next_step == self.sampler.steps_per_epoch:
             self.close()
 
     def _tasks(self, first: int) -> Iterator[Task]:
-        """What to make from step `first` on."""
+        """The micro-batches to make from step `first` on."""
         for step in range(first, self.sampler.steps_per_epoch) if self._one_pass else count(first):
             epoch, filler = self.sampler.position(step).epoch, self.sampler.global_batch(step)[:1]
             for samples in self.sampler.microbatches(step):

@@ -1,4 +1,4 @@
-"""The loaders of a run: training and evaluation data, from files or from data set objects, cut for this rank."""
+"""Makes the loaders of a run: training, evaluation and test data, from files or data set objects, for this rank."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from ds_trainer.log import get_logger
 
 @dataclass(frozen=True)
 class LoaderFactory:
-    """What makes batches of a run's data.
+    """Makes the loaders of a run.
 
     Args:
-        config: A config without open values.
-        grid: This rank's place.
+        config: A resolved config.
+        grid: This rank's position among the ranks.
         tokenizer: Tokenizer; None where samples are tokenised already.
         collator: The user's collator; None: padding on the right.
-        vocab_size: Rows of the model's embedding, which ids must not exceed; None: unchecked.
+        vocab_size: Rows of the model's embedding, the upper bound of ids; None: unchecked.
         max_positions: Longest sequence the model takes; None: unchecked.
     """
 
@@ -37,27 +37,27 @@ class LoaderFactory:
     vocab_size: int | None = None
     max_positions: int | None = None
 
-    def train(self, handed: Any) -> BatchLoader | None:
-        """The loader of `handed`, or of `data.train`; None where there is neither.
+    def train(self, dataset: Any) -> BatchLoader | None:
+        """The loader of `dataset`, or of `data.train`; None where there is neither.
 
         Raises:
             DataError: The data cannot be read or teaches nothing.
         """
-        dataset = self._dataset(handed, self.config.data.train, "train")
+        prepared = self._prepared(dataset, self.config.data.train, "train")
         batch = self.config.batch
         assert batch.global_size is not None and batch.micro_size is not None
-        return self._loader(dataset, batch.global_size, batch.micro_size, "train")
+        return self._loader(prepared, batch.global_size, batch.micro_size, "train")
 
-    def eval(self, handed: Any, what: str = "eval") -> BatchLoader | None:
-        """The loader of `handed`, or of `data.eval`, in the data's own order; None where there is neither."""
-        dataset = self._dataset(handed, self.config.data.eval, what)
+    def eval(self, dataset: Any, what: str = "eval") -> BatchLoader | None:
+        """The loader of `dataset`, or of `data.eval`, in the data's own order; None where there is neither."""
+        prepared = self._prepared(dataset, self.config.data.eval, what)
         size = self.config.evaluation.batch_size
         assert size is not None
-        return self._loader(dataset, size * self.grid.dp_size, size, what)
+        return self._loader(prepared, size * self.grid.dp_size, size, what)
 
-    def test(self, handed: Any) -> BatchLoader:
+    def test(self, dataset: Any) -> BatchLoader:
         """The loader of a data set to predict on, in its own order, in batches as for evaluation."""
-        loader = self.eval(handed, "test")
+        loader = self.eval(dataset, "test")
         assert loader is not None
         return loader
 
@@ -86,19 +86,19 @@ class LoaderFactory:
     def _pad(self, features: list) -> dict:
         return pad_collate(features, padding_id(self.tokenizer))
 
-    def _dataset(self, handed: Any, paths: Any, what: str) -> Any:
-        """A data set object with a collator of its own as it is, everything else tokenised."""
-        source = paths if handed is None else handed
+    def _prepared(self, dataset: Any, paths: Any, what: str) -> Any:
+        """A data set that the user gives together with a collator, unchanged; any other tokenised."""
+        source = paths if dataset is None else dataset
         if source is None:
             return None
-        if handed is not None and self.collator is not None:
-            require_map_style(handed, what)
-            return handed
+        if dataset is not None and self.collator is not None:
+            require_map_style(dataset, what)
+            return dataset
         data = self.config.data
-        dataset = prepare(
+        tokenized = prepare(
             source, self.tokenizer, data, vocab_size=self.vocab_size, max_positions=self.max_positions, what=what
         )
-        get_logger().info("data.%s: %s", what, dataset.stats)
+        get_logger().info("data.%s: %s", what, tokenized.stats)
         if what == "train" and data.preview_samples and self.tokenizer is not None:
-            get_logger().info("%s", preview(dataset, self.tokenizer, data.preview_samples))
-        return dataset
+            get_logger().info("%s", preview(tokenized, self.tokenizer, data.preview_samples))
+        return tokenized

@@ -1,4 +1,4 @@
-"""One micro-batch: its samples read, collated and checked, whichever process does it."""
+"""Makes one micro-batch: reads, collates and checks its samples, in a worker or in the training process."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ MicroBatch = dict[str, Any]
 Collator = Callable[[list[Any]], MicroBatch]
 
 SAMPLE, COLLATOR = range(2)
-"""First part of a seed's key: samples and collators draw from streams apart."""
+"""First element of a seed's key: samples and collators draw from separate streams."""
 
 
 class MapDataset(Protocol):
-    """What samples are read from."""
+    """A data set with a length and an index."""
 
     def __len__(self) -> int:
         """Number of samples."""
@@ -39,7 +39,7 @@ class Task:
         step: The step it belongs to, from 0.
         epoch: The pass over the data, from 0.
         samples: Indices of its samples.
-        is_filler: Whether its labels are wiped, since the samples are another rank's.
+        is_filler: Whether its labels are set to -100, since the samples belong to another rank.
     """
 
     step: int
@@ -49,14 +49,14 @@ class Task:
 
 
 class BatchMaker:
-    """Makes micro-batches; map-style itself, from a task to its batch, so that torch's `DataLoader` can run it.
+    """Makes micro-batches; map-style from task to batch, so that torch's `DataLoader` can run it.
 
     Args:
         dataset: Map-style samples.
         collate_fn: Makes a batch of a list of samples, as in Hugging Face (`data_collator`).
-        seed: Decides, with the epoch and the sample's index, what a sample's augmentation draws from the global
-            generators of Python, NumPy and torch, and with the step and the first index what a collator draws: the
-            same for any number of ranks and workers. None: nothing draws, so nothing is seeded.
+        seed: Seeds the global generators of Python, NumPy and torch: together with epoch and index before a sample is
+            read, with step and first index before samples are collated. So augmentation is the same for any number of
+            ranks and workers. None: nothing is random, so nothing is seeded.
         vocab_size: Rows of the model's embedding; None: unchecked.
         max_positions: Longest sequence the model takes; None: unchecked.
         what: `train`, `eval` or `test`, for error texts.
@@ -76,21 +76,21 @@ class BatchMaker:
         self.vocab_size, self.max_positions = vocab_size, max_positions
 
     def __getitem__(self, task: Task) -> MicroBatch | FailedBatch:
-        """The batch, or what the user's code or a check raised, with notes that name step and samples."""
+        """The batch, or the error that the user's code or a check raised, with notes that name step and samples."""
         try:
-            with error_note(f"in data.{self.what}, step {task.step + 1}, samples {task.samples}"), self._streams():
+            with error_note(f"in data.{self.what}, step {task.step + 1}, samples {task.samples}"), self._rng_context():
                 return self._make(task)
-        except Exception as error:  # noqa: BLE001  a data set may raise anything; the training process raises it again
+        except Exception as error:  # noqa: BLE001  a data set may raise any error; the training process raises it again
             return FailedBatch(error)
 
     def sample(self, i: int, epoch: int = 0) -> Any:
-        """Sample `i` as the given epoch sees it. The caller keeps its own random streams."""
+        """Sample `i` as the given epoch sees it. The caller preserves the random number generators."""
         if self.seed is not None:
             seed_rngs(SAMPLE, self.seed, epoch, i)
         with error_note(f"while reading sample {i}"):
             return self.dataset[i]
 
-    def _streams(self) -> Any:
+    def _rng_context(self) -> Any:
         return nullcontext() if self.seed is None else preserved_rng()
 
     def _make(self, task: Task) -> MicroBatch:

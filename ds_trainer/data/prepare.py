@@ -1,4 +1,4 @@
-"""From files or a data set to tokens on disk: tokenised once, checked, cached, by whichever process comes first."""
+"""Tokenises files or a data set once, checks the samples, and caches them on disk for all processes and later runs."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from ds_trainer.errors import DataError, MachineError
 from ds_trainer.loss import IGNORE_INDEX
 
 FORMAT = 2
-"""Part of the cache key: raise it when the same records would become other tokens or another file."""
+"""Part of the cache key: increase it when the same records would give other tokens or another file."""
 NO_LIMIT = 10**9
-"""Tokenizers without a limit of their own state an astronomical one."""
+"""Tokenizers without a limit give an astronomical one."""
 
 
 def prepare(
@@ -36,15 +36,15 @@ def prepare(
 ) -> TokenizedDataset:
     """Tokenises a data set, or opens what an earlier call with the same content and settings left in the cache.
 
-    Every process of a run calls this for itself: the first one works and shows a bar, the others wait on a lock file.
+    Every process of a run calls this: the first one tokenises and shows a bar, the others wait on a lock file.
 
     Args:
-        source: Paths of json, jsonl or parquet files, or a map-style data set of records (see `text.encode`).
+        source: Paths of json, jsonl or parquet files, or a map-style data set of records (see `encode`).
         tokenizer: A Hugging Face tokenizer; None does for records of `input_ids`.
         data_config: The run's `data` section.
         max_positions: Longest sequence the model takes; None: no limit.
         vocab_size: Rows of the model's embedding; None: unchecked.
-        what: `train` or `eval`, for texts.
+        what: `train`, `eval` or `test`, for texts.
 
     Raises:
         DataError: Missing or broken files, records of a wrong shape, no chat template where one is needed, ids beyond
@@ -71,7 +71,7 @@ def prepare(
         raise MachineError(
             f"tokenising data.{what} into {target.parent} failed: {error}",
             "the tokenised data is kept on disk, at 8 bytes per token",
-            "set data.cache_dir to a writable folder with enough room",
+            "set data.cache_dir to a writable folder with enough free space",
         ) from error
     return TokenizedDataset(target)
 
@@ -95,15 +95,15 @@ def read_chat_template(path: str) -> str:
 
 def _limit(tokenizer: Any, data_config: DataConfig, max_positions: int | None) -> int | None:
     """Longest sample in tokens: what the config says, else what model and tokenizer allow."""
-    asked = data_config.max_length
-    if asked and max_positions and asked > max_positions:
+    max_length = data_config.max_length
+    if max_length and max_positions and max_length > max_positions:
         raise DataError(
-            f"data.max_length is {asked}, the model has {max_positions} positions",
+            f"data.max_length is {max_length}, the model has {max_positions} positions",
             "a sample may not be longer than the model's positions",
             f"set data.max_length to at most {max_positions}",
         )
     bounds = [n for n in (max_positions, getattr(tokenizer, "model_max_length", None)) if n and n < NO_LIMIT]
-    return asked or min(bounds, default=None)
+    return max_length or min(bounds, default=None)
 
 
 def _samples(
@@ -160,7 +160,7 @@ def _check_ids(sample: Encoded, vocab_size: int | None, origin: Origin) -> None:
 
 
 def _name(source: Any, what: str) -> str:
-    """How error texts call a data set: by its key and, where it is read from files, by those."""
+    """Name of a data set in error texts: its key and, where it is read from files, their paths."""
     paths = [source] if isinstance(source, str | Path) else source
     if isinstance(paths, list | tuple) and paths and all(isinstance(path, str | Path) for path in paths):
         return f"data.{what} ({', '.join(map(str, paths))})"
@@ -168,7 +168,7 @@ def _name(source: Any, what: str) -> str:
 
 
 def _check(stats: DataStats, limit: int | None, data_config: DataConfig, name: str) -> None:
-    """Refuses a data set that is empty, teaches nothing, or lost too much on the way."""
+    """Refuses a data set that is empty, has nothing to learn, or lost too many records or tokens."""
     if stats.records == 0:
         raise DataError(f"{name} has no records", "a data set has at least one record", f"give {name} records")
     if stats.label_tokens == 0:
@@ -180,10 +180,10 @@ def _check(stats: DataStats, limit: int | None, data_config: DataConfig, name: s
         )
     if stats.affected > data_config.max_affected_fraction * stats.records:
         raise DataError(
-            f"{name}: {stats.affected} of {stats.records} records were cut, left out or teach nothing ({stats}; "
-            f"the longest length is {limit})",
+            f"{name}: {stats.affected} of {stats.records} records were truncated, left out or have no label ({stats}; "
+            f"the maximum length is {limit})",
             f"at most data.max_affected_fraction = {data_config.max_affected_fraction} of them may be",
-            "raise data.max_length, mend the records, or raise data.max_affected_fraction",
+            "raise data.max_length, fix the records, or raise data.max_affected_fraction",
         )
 
 
@@ -202,7 +202,7 @@ def _why_nothing_is_learned(stats: DataStats, limit: int | None) -> tuple[str, s
 
 
 def _tokenizer_state(tokenizer: Any) -> list[str]:
-    """All that decides which tokens a tokenizer makes of a text."""
+    """Everything that the tokens of a text depend on."""
     if tokenizer is None:
         return []
     if getattr(tokenizer, "is_fast", False):

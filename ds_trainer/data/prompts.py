@@ -1,4 +1,4 @@
-"""Where a prompt ends: what a model is given to continue, and what the data says comes next."""
+"""Prompts: tokens for a model to continue, and for a sample of a data set the answer that follows there."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ds_trainer.data.chat import encode_opening
+from ds_trainer.data.chat import encode_chat_prompt
 from ds_trainer.data.encode import tokenise
 from ds_trainer.data.loader import BatchLoader
 from ds_trainer.data.readers import Origin, kind_of
@@ -19,7 +19,7 @@ from ds_trainer.loss import IGNORE_INDEX
 
 @dataclass(frozen=True)
 class Prompt:
-    """The beginning of a sample.
+    """The tokens of a sample before its first learned one, and the answer that follows.
 
     Args:
         index: The sample's place in its data set.
@@ -38,7 +38,7 @@ def first_prompts(loader: BatchLoader, count: int) -> list[Prompt]:
     Raises:
         DataError: A sample has no prompt, or the collator's batches hold no labelled tokens.
     """
-    return [_prompt(i, loader.alone(i)) for i in range(min(count, loader.sampler.num_samples))]
+    return [_prompt(i, loader.single(i)) for i in range(min(count, loader.sampler.num_samples))]
 
 
 def _prompt(index: int, batch: dict[str, Any]) -> Prompt:
@@ -64,12 +64,12 @@ def _prompt(index: int, batch: dict[str, Any]) -> Prompt:
 
 
 def encode_prompt(prompt: str | Sequence[dict[str, str]], tokenizer: Any, origin: Origin) -> list[int]:
-    """The tokens that a model continues: a text's, or a conversation's with the generation prompt behind it.
+    """Tokenises what a model is to continue: a text, or a conversation with the generation prompt after it.
 
     Args:
         prompt: A text, or messages.
         tokenizer: A Hugging Face tokenizer.
-        origin: What to call the prompt in error texts.
+        origin: Name of the prompt in error texts.
 
     Raises:
         DataError: It is neither, holds no token, or its conversation cannot be rendered.
@@ -78,7 +78,7 @@ def encode_prompt(prompt: str | Sequence[dict[str, str]], tokenizer: Any, origin
         case str():
             ids = tokenise(prompt, tokenizer)
         case list() | tuple():
-            ids = encode_opening(list(prompt), tokenizer, origin)
+            ids = encode_chat_prompt(list(prompt), tokenizer, origin)
         case _:
             raise DataError(
                 f"{origin} is {kind_of(prompt)}",

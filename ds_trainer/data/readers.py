@@ -1,4 +1,4 @@
-"""Records one at a time, each with its origin, from json, jsonl and parquet files or any map-style data set."""
+"""Reads records one at a time from json, jsonl and parquet files or a map-style data set, each with its origin."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Source:
 
     Args:
         fingerprint: Changes whenever the content does.
-        total: Number of records, where it is known beforehand.
+        total: Number of records; None: not known before they are read.
         records: Opens the stream: pairs of record and origin.
     """
 
@@ -88,7 +88,7 @@ def _open_file(path: Path, what: str) -> Source:
 
 
 def require_map_style(dataset: Any, what: str) -> None:
-    """Refuses a stream, and a mapping of splits.
+    """Refuses streams and mappings of splits.
 
     Raises:
         DataError: `dataset` lacks `len()` or `[i]`.
@@ -111,7 +111,7 @@ def _open_dataset(dataset: Any, what: str) -> Source:
                 record = dataset[i]
             yield record, f"{what} sample {i}"
 
-    # datasets.Dataset keeps the hash of its content; anything else is hashed record by record.
+    # datasets.Dataset has a hash of its content; any other data set is hashed record by record.
     fingerprint = getattr(dataset, "_fingerprint", None) or _digest(
         json.dumps(record, default=_plain) for record, _ in records()
     )
@@ -126,7 +126,7 @@ def _read_jsonl(path: Path) -> Iterator[tuple[Record, Origin]]:
 
 
 def _read_json(path: Path) -> Iterator[tuple[Record, Origin]]:
-    """Records of a JSON list, with the line each begins at; a .json file that holds JSON lines is read as such."""
+    """Records of a JSON list, each with its first line; a .json file of JSON lines is read as jsonl."""
     with path.open("rb") as file:
         if not file.read(4096).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
             yield from _read_jsonl(path)
@@ -163,7 +163,7 @@ def _open_parquet(path: Path) -> pq.ParquetFile:
     try:
         return pq.ParquetFile(path, memory_map=True)
     except ArrowInvalid as error:
-        raise DataError(f"{path}: {error}", "the file must be parquet", "write the file anew") from error
+        raise DataError(f"{path}: {error}", "the file must be parquet", "write the file again") from error
 
 
 def _parse(line: bytes, origin: Origin) -> Record:
@@ -192,5 +192,5 @@ def _digest(parts: Iterable[str]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Tensors and arrays as lists, anything else by its text."""
+    """Tensors and arrays as lists, other values as their `repr`."""
     return value.tolist() if hasattr(value, "tolist") else repr(value)

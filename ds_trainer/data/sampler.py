@@ -1,6 +1,6 @@
 """The order of samples: a sequence of global batches that depends on the seed alone. Pure.
 
-Ranks, micro-batches and accumulation only cut a global batch up, so the same run on another layout sees the same
+Ranks, micro-batches and accumulation only partition a global batch, so the same run on another layout sees the same
 samples at the same step.
 """
 
@@ -21,7 +21,7 @@ class Position(NamedTuple):
     Args:
         step: Optimizer steps before it.
         epoch: The pass over the data, from 0.
-        start: Samples of that pass before it.
+        start: Samples of that epoch before it.
     """
 
     step: int = 0
@@ -30,27 +30,27 @@ class Position(NamedTuple):
 
 
 class GlobalBatchSampler:
-    """Indices of any step in constant time; a step is a global batch, cut into this rank's micro-batches.
+    """Sample indices of any step in constant time: its global batch, and this rank's micro-batches of it.
 
-    The last batch of an epoch is short where `global_size` does not divide `num_samples`: nothing is repeated, nothing
-    is skipped, and an epoch has ceil(num_samples / global_size) steps.
+    The last batch of an epoch is short where `global_size` does not divide `num_samples`: no sample is repeated or
+    skipped, and an epoch has ceil(num_samples / global_size) steps.
 
     Example:
-        10 samples, global size 8, micro size 2, 2 data ranks, no shuffling. Step 1 holds samples 8 and 9; rank 0 gets
-        `[[8, 9]]` and rank 1 gets `[[]]`.
+        10 samples, global size 8, micro size 2, 2 data-parallel ranks, no shuffling. Step 1 holds samples 8
+        and 9; rank 0 gets `[[8, 9]]` and rank 1 gets `[[]]`.
 
     Args:
         num_samples: Length of the data set.
         global_size: Samples per step over all ranks.
         micro_size: Samples per forward pass of one rank.
-        dp_rank: This rank's number among the data ranks.
-        dp_size: Number of data ranks.
+        dp_rank: This rank's data-parallel rank.
+        dp_size: Number of data-parallel ranks.
         seed: Seed of the permutations.
-        shuffle: Draw a new permutation each epoch; False: the data set's own order.
+        shuffle: Draw a new permutation each epoch; False: keep the order of the data set.
 
     Attributes:
-        origin: Where steps are counted from. A run that goes on with another global size begins there, in the middle of
-            an epoch; the rest of that epoch is cut into batches of the new size.
+        origin: Where steps are counted from. A run that resumes with another global size begins there, in the middle
+            of an epoch; the rest of that epoch is split into batches of the new size.
 
     Raises:
         DataError: The data set is empty.
@@ -74,7 +74,7 @@ class GlobalBatchSampler:
         self.dp_rank, self.dp_size = dp_rank, dp_size
         self.seed, self.shuffle = seed, shuffle
         self.origin = Position()
-        # Two epochs: at the end of one, reading ahead and training go on in turns.
+        # Two epochs: at the end of one, prefetching is in the next while training is still in this one.
         self._order = lru_cache(maxsize=2)(self._draw_order)
 
     @property
@@ -83,7 +83,7 @@ class GlobalBatchSampler:
         return -(-self.num_samples // self.global_size)
 
     def position(self, step: int) -> Position:
-        """Where `step` (from 0) begins, in constant time.
+        """Position at which `step` (from 0) begins, in constant time.
 
         Raises:
             ValueError: It lies before the origin.
@@ -101,21 +101,21 @@ class GlobalBatchSampler:
         return -(-(self.num_samples - position.start) // self.global_size)
 
     def epochs_before(self, step: int) -> float:
-        """Passes over the data before `step`, with a fraction: its batches over those of an epoch."""
+        """Epochs before `step`; the fraction counts the batches of the current epoch."""
         _, epoch, start = self.position(step)
         return epoch + start / self.global_size / self.steps_per_epoch
 
     def steps_of(self, epochs: int) -> int:
-        """Steps of a run of so many passes over the data, those before the origin included."""
+        """Steps of a run of `epochs` passes over the data, including those before the origin."""
         later = epochs - self.origin.epoch - 1
         return self.origin.step + max(0, self._steps_to_end_of(self.origin) + later * self.steps_per_epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """What another sampler needs to go on from any step of this one; JSON."""
+        """What another sampler needs to continue from any step of this one; JSON."""
         return {"num_samples": self.num_samples, "global_size": self.global_size, "origin": list(self.origin)}
 
     def load_state_dict(self, state: Mapping[str, Any], step: int) -> None:
-        """Goes on where the sampler that `state` describes stood before `step`, perhaps with another global size."""
+        """Continues the order of the sampler that `state` describes at `step`, perhaps with another global size."""
         before = GlobalBatchSampler(state["num_samples"], state["global_size"], 1)
         before.origin = Position(*state["origin"])
         self.origin = before.origin if state["global_size"] == self.global_size else before.position(step)
@@ -128,8 +128,8 @@ class GlobalBatchSampler:
     def microbatches(self, step: int) -> list[list[int]]:
         """This rank's micro-batches of `step`.
 
-        Every rank gets `num_microbatches` of them, so that collectives pair up. In a short batch some are short or
-        empty: the loader puts a filler without labels there.
+        Every rank gets `num_microbatches` of them, so that collectives match. In a short batch some are short or
+        empty: the loader fills an empty one with a sample without labels.
         """
         samples = self.global_batch(step)
         stride = self.micro_size * self.dp_size

@@ -1,4 +1,4 @@
-"""Random numbers that depend on given keys alone, and leave the process's own streams where they were."""
+"""Random numbers that depend on a given key alone, without a change to the generators' states afterwards."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 @contextmanager
 def preserved_rng() -> Iterator[None]:
-    """Puts the global generators of Python, NumPy and torch's CPU back at the end: dropout goes on where it was."""
+    """Restores the global generators of Python, NumPy and torch's CPU at the end, so that dropout is unaffected."""
     python, array, tensor = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
     try:
         yield
@@ -23,9 +23,9 @@ def preserved_rng() -> Iterator[None]:
 
 
 def seed_rngs(*key: int) -> None:
-    """Starts the three global generators anew from `key`; equal keys give equal numbers in any process.
+    """Seeds the three global generators with `key`; equal keys give equal numbers in any process.
 
-    `torch.manual_seed` would reach the GPU's generator too, whose state nothing here puts back.
+    `torch.manual_seed` would also seed the GPU's generator, whose state `preserved_rng` does not restore.
     """
     sequence = np.random.SeedSequence(key)
     python, tensor = (int(word) for word in sequence.generate_state(2, np.uint64))

@@ -1,4 +1,4 @@
-"""Tokenised samples on disk: written once as Arrow, read through memory mapping, with counts of what is learned."""
+"""Tokenised samples on disk: written once as Arrow, read through memory mapping, with counts of tokens and labels."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from ds_trainer.data.encode import Encoded
 from ds_trainer.loss import IGNORE_INDEX
 
 ROWS_PER_BATCH = 1024
-"""Fixed, so that the place of a row in the file is a division."""
+"""Fixed, so that a division gives the batch and row of a sample."""
 SCHEMA = pa.schema([(name, pa.list_(pa.int32())) for name in ("input_ids", "labels")])
 PREVIEW_CHARS = 400
 
 
 @dataclass
 class DataStats:
-    """What became of the records of a data set.
+    """Counts of the records of a data set and of the samples made of them.
 
     Args:
         records: Records read.
-        truncated: Samples cut to the longest length allowed.
-        emptied: Those of them that have no token to learn any more.
-        dropped: Records left out for being longer than that.
-        empty: Records left out for holding no text.
-        unsupervised: Samples kept, cut or not, without a token to learn.
+        truncated: Samples truncated to the maximum length.
+        emptied: Truncated samples without a token to learn.
+        dropped: Records left out because they are longer than that.
+        empty: Records left out because they hold no text.
+        unsupervised: Samples kept, truncated or not, without a token to learn.
         eos_supervised: Samples in which the end-of-sequence token is learned.
         tokens: Tokens of all samples.
         label_tokens: Tokens that the loss counts in one pass over the samples.
@@ -54,11 +54,11 @@ class DataStats:
 
     @property
     def affected(self) -> int:
-        """Records that were cut, left out or teach nothing, each counted once."""
+        """Records that were truncated, left out or have no token to learn, each counted once."""
         return self.truncated + self.dropped + self.empty + self.unsupervised - self.emptied
 
     def add_truncated(self, sample: Encoded) -> None:
-        """Counts what truncation left of a sample."""
+        """Counts a truncated sample; `add` counts its tokens."""
         self.truncated += 1
         self.emptied += sample.num_label_tokens == 0
 
@@ -78,10 +78,10 @@ class DataStats:
 
 
 class TokenizedDataset:
-    """Map-style data set over the Arrow file in `folder`; rows are read from disk as they are asked for.
+    """Map-style data set over the Arrow file in `folder`; a row is read from disk when it is indexed.
 
     Args:
-        folder: What `write` filled.
+        folder: Folder that `write` has filled.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -100,7 +100,7 @@ class TokenizedDataset:
 
 
 def write(folder: Path, samples: Iterable[Encoded], stats: DataStats) -> None:
-    """Writes samples as they come, and then the counts that producing them filled."""
+    """Writes samples as they are produced, then `stats`, which producing them fills."""
     samples = iter(samples)
     with pa.ipc.new_file(str(folder / "data.arrow"), SCHEMA) as file:
         while rows := list(islice(samples, ROWS_PER_BATCH)):
@@ -111,7 +111,7 @@ def write(folder: Path, samples: Iterable[Encoded], stats: DataStats) -> None:
 
 
 def preview(dataset: TokenizedDataset, tokenizer: Any, n: int) -> str:
-    """The first `n` samples as text, what is learned between ⟦ and ⟧, and in how many samples eos is."""
+    """The first `n` samples as text, learned tokens between ⟦ and ⟧, and the number of samples that learn eos."""
     lines = []
     for i in range(min(n, len(dataset))):
         sample = dataset[i]
@@ -121,8 +121,8 @@ def preview(dataset: TokenizedDataset, tokenizer: Any, n: int) -> str:
             zip(sample["input_ids"], sample["labels"], strict=True), key=lambda pair: pair[1] != IGNORE_INDEX
         ):
             tokens = [token for token, _ in run]
-            part = _shorten(tokenizer.decode(tokens) if tokenizer else str(tokens))
-            text += f"⟦{part}⟧" if learned else part
+            run_text = _shorten(tokenizer.decode(tokens) if tokenizer else str(tokens))
+            text += f"⟦{run_text}⟧" if learned else run_text
         lines.append(indent(text.rstrip("\n"), "  "))
     lines.append(f"eos supervised in {dataset.stats.eos_supervised} of {len(dataset)} samples")
     return "\n".join(lines)

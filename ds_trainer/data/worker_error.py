@@ -1,4 +1,4 @@
-"""An error on its way from a worker process to the training process, where it is raised as itself."""
+"""Carries an error from a worker process to the training process, which raises the same error."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import NoReturn
 
 
 class WorkerTraceback(Exception):
-    """Where in a worker an error was raised; the cause of the error that the training process raises."""
+    """Traceback of an error in a worker; the cause of the error that the training process raises."""
 
     def __str__(self) -> str:
         return f"in a worker process:\n{self.args[0]}"
 
 
 class FailedBatch:
-    """Stands in for a micro-batch that could not be made.
+    """Takes the place of a micro-batch that could not be made.
 
     Args:
         error: What was raised.
@@ -33,22 +33,22 @@ class FailedBatch:
     def __reduce__(self) -> tuple:
         text = "".join(traceback.format_exception(self.error))
         notes = getattr(self.error, "__notes__", [])
-        return _from_worker, (_portable(self.error), notes, text)
+        return _unpickled, (_pickled(self.error), notes, text)
 
 
-def _from_worker(pickled: bytes, notes: list[str], text: str) -> FailedBatch:
+def _unpickled(pickled: bytes, notes: list[str], text: str) -> FailedBatch:
     error = pickle.loads(pickled)
     error.__notes__ = notes
     error.__cause__ = WorkerTraceback(text)
     return FailedBatch(error)
 
 
-def _portable(error: Exception) -> bytes:
-    """The error pickled; where its class does not survive that, a `RuntimeError` with its name and text."""
+def _pickled(error: Exception) -> bytes:
+    """The error pickled; a `RuntimeError` with its name and text where its class cannot be pickled and unpickled."""
     try:
         pickled = pickle.dumps(error)
         pickle.loads(pickled)
-    except Exception:  # noqa: BLE001  a foreign class may raise anything here, and its error must not hide the first
+    except Exception:  # noqa: BLE001  any class may raise any error here, which must not hide the first one
         return pickle.dumps(RuntimeError(f"{type(error).__name__}: {error}"))
     return pickled
 

@@ -1,10 +1,10 @@
-"""Micro-batches in order, made ahead by worker processes or, without any, when they are asked for.
+"""Micro-batches in order, prefetched by worker processes or, without workers, made in this process.
 
-Workers are forked, by name, since Python 3.14 no longer forks by default. A fork takes any data set and collator along,
-lambdas and open files too, and starts in milliseconds, where a spawned process must unpickle them and import torch for
-seconds. What makes forking beside gloo's, NCCL's and DeepSpeed's threads dangerous is touching their objects in the
-child, so workers never do: they use no collective and no GPU, run torch on one thread, and their garbage collector
-leaves alone whatever existed before the fork, or it might run the destructor of a process group whose threads are gone.
+Workers are forked explicitly, since Python 3.14 no longer forks by default. A fork inherits any data set and collator,
+even lambdas and open files, and starts in milliseconds; a spawned process must unpickle them and import torch, which
+takes seconds. Forking beside the threads of gloo, NCCL and DeepSpeed is dangerous only where the child touches their
+objects, so workers never do: they use no collective and no GPU, run torch on one thread, and their garbage collector
+ignores all objects from before the fork, or it might run the destructor of a process group whose threads are gone.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from ds_trainer.data.worker_error import FailedBatch
 from ds_trainer.errors import DataError, MachineError
 
 PR_SET_PDEATHSIG = 1
-DYING_S = 1.0
-"""How long after a broken connection a process may still be seen to end."""
-GRACE_S = 5.0
-NOT_FOR_WORKERS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-"""A terminal sends the first to the whole foreground group, a scheduler all of them to every process of the job."""
+EXIT_DELAY_S = 1.0
+"""How long after its connection breaks a worker may still take to exit."""
+CLOSE_TIMEOUT_S = 5.0
+IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+"""A terminal sends SIGINT to the whole foreground group, a scheduler any of them to every process of the job."""
 
 
 class BatchStream:
@@ -45,10 +45,10 @@ class BatchStream:
 
     Args:
         maker: Makes a micro-batch of a task.
-        tasks: What to make, in order; read ahead as far as workers make ahead.
-        num_workers: Processes; 0: this one.
-        prefetch_factor: Micro-batches that each worker makes ahead.
-        pin_memory: Hand batches over in page-locked memory.
+        tasks: Micro-batches to make, in order; iterated as far ahead as workers prefetch.
+        num_workers: Worker processes; 0: this process makes the micro-batches.
+        prefetch_factor: Micro-batches that each worker prefetches.
+        pin_memory: Return batches in page-locked memory.
     """
 
     def __init__(
@@ -59,26 +59,26 @@ class BatchStream:
             cast(Any, maker),
             sampler=tasks,
             batch_size=None,
-            collate_fn=_sendable,
+            collate_fn=_checked_pickling,
             num_workers=num_workers,
             prefetch_factor=prefetch_factor if num_workers else None,
             pin_memory=pin_memory,
-            worker_init_fn=partial(_become_worker, os.getpid()),
+            worker_init_fn=partial(_init_worker, os.getpid()),
             multiprocessing_context="fork" if num_workers else None,
-            generator=torch.Generator(),  # Without one, every start would draw from the stream that dropout draws from.
+            generator=torch.Generator(),  # Else every start would draw from the default generator, which dropout uses.
         )
         others = multiprocessing.active_children()
-        with _collector_paused(), _child_handler_kept():
+        with _collector_paused(), _sigchld_handler_preserved():
             self._batches: Iterator[MicroBatch | FailedBatch] | None = iter(loader)
         self._workers = [child for child in multiprocessing.active_children() if child not in others]
-        # Where a process ends without `close`, multiprocessing sends SIGTERM, which workers ignore, and waits for them.
+        # Where a process ends without `close`, multiprocessing sends SIGTERM, which workers ignore, and joins them.
         self._at_exit = Finalize(None, _kill, (self._workers,), exitpriority=0)
 
     def __next__(self) -> MicroBatch:
         """The next micro-batch.
 
         Raises:
-            Exception: What the data set, the collator or a check of the batch raised, wherever it was made.
+            Exception: The error of the data set, the collator or a check of the batch, in whichever process it was.
             MachineError: A worker has ended.
         """
         assert self._batches is not None
@@ -86,29 +86,29 @@ class BatchStream:
         try:
             made = next(self._batches)
         except (RuntimeError, OSError, EOFError):  # torch looks for dead workers every 5 s, or was reading from one
-            self._check_workers(DYING_S)
+            self._check_workers(EXIT_DELAY_S)
             raise
         if isinstance(made, FailedBatch):
             made.reraise()
-        return _out_of_shared_memory(made) if self._workers and not self._pin_memory else made
+        return _copied_from_shared_memory(made) if self._workers and not self._pin_memory else made
 
     def close(self) -> None:
-        """Ends the workers: each after its micro-batch, or by force where that takes more than `GRACE_S`."""
-        force = threading.Timer(GRACE_S, self._at_exit)
+        """Ends the workers: each after its micro-batch, or with SIGKILL after `CLOSE_TIMEOUT_S`."""
+        kill = threading.Timer(CLOSE_TIMEOUT_S, self._at_exit)
         if self._workers:
-            force.start()
-        self._batches = None  # torch tells its workers to end when its iterator goes, and waits for one after the other
-        force.cancel()
+            kill.start()
+        self._batches = None  # Deleting torch's iterator ends its workers, and joins one after the other.
+        kill.cancel()
         self._at_exit()
         for worker in self._workers:
             worker.join()
 
-    def _check_workers(self, patience_s: float = 0.0) -> None:
-        ended = wait([worker.sentinel for worker in self._workers], timeout=patience_s)
+    def _check_workers(self, timeout_s: float = 0.0) -> None:
+        ended = wait([worker.sentinel for worker in self._workers], timeout=timeout_s)
         for worker in self._workers:
             if worker.sentinel in ended:
-                worker.join()  # The sentinel tells a little before there is an exit code.
-                raise _ended(worker, self._what)
+                worker.join()  # The sentinel is ready slightly before the exit code.
+                raise _exit_error(worker, self._what)
 
 
 def _kill(workers: list[BaseProcess]) -> None:
@@ -116,35 +116,35 @@ def _kill(workers: list[BaseProcess]) -> None:
         worker.kill()
 
 
-def _sendable(made: Any) -> Any:
-    """What was made, if it can leave the worker: what cannot would be lost there, and waited for without end."""
+def _checked_pickling(made: Any) -> Any:
+    """The batch, or an error if it cannot be pickled: the queue would lose it, and training would wait for ever."""
     if isinstance(made, FailedBatch) or get_worker_info() is None:
         return made
     try:
         pickle.dumps([value for value in made.values() if not torch.is_tensor(value)])
-    except Exception as error:  # noqa: BLE001  a foreign object may raise anything here
+    except Exception as error:  # noqa: BLE001  any object may raise any error here
         return FailedBatch(
             DataError(
-                f"the data collator returns something that cannot be pickled ({error})",
-                "what a worker makes is sent to the training process pickled",
+                f"the data collator returns an object that cannot be pickled ({error})",
+                "workers send batches to the training process pickled",
                 "return tensors and plain values from data_collator, or set data.num_workers to 0",
             )
         )
     return made
 
 
-def _out_of_shared_memory(batch: MicroBatch) -> MicroBatch:
-    """Copies a worker's tensors, as pinning does: each holds a file descriptor, and a step of many would run out."""
+def _copied_from_shared_memory(batch: MicroBatch) -> MicroBatch:
+    """Copies a worker's tensors, as pinning does: each one holds a file descriptor, of which a process has few."""
     return {name: value.clone() if torch.is_tensor(value) else value for name, value in batch.items()}
 
 
-def _become_worker(parent: int, worker_id: int) -> None:
-    """Runs in a worker before its first micro-batch."""
-    for number in NOT_FOR_WORKERS:
-        # Not SIG_IGN, which the programs that a data set starts would inherit.
-        signal.signal(number, _leave_to_parent)
+def _init_worker(parent: int, worker_id: int) -> None:
+    """Prepares a worker process, before its first micro-batch."""
+    for number in IGNORED_SIGNALS:
+        # Not SIG_IGN, which programs that a data set starts would inherit.
+        signal.signal(number, _ignore)
     if sys.platform == "linux":
-        # Torch's workers look every 5 s whether their parent lives, and hold its ports and locks until then.
+        # Torch's workers check every 5 s whether their parent lives, and keep its ports and locks until then.
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
             os._exit(1)
@@ -152,13 +152,13 @@ def _become_worker(parent: int, worker_id: int) -> None:
     gc.enable()
 
 
-def _leave_to_parent(number: int, frame: Any) -> None:
+def _ignore(number: int, frame: Any) -> None:
     pass
 
 
 @contextmanager
 def _collector_paused() -> Iterator[None]:
-    """Forks workers with the garbage collector off, which they turn on when all that existed before is out of it."""
+    """Forks workers with the garbage collector off; they freeze all existing objects before they turn it on."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -169,10 +169,10 @@ def _collector_paused() -> Iterator[None]:
 
 
 @contextmanager
-def _child_handler_kept() -> Iterator[None]:
-    """Undoes torch's handler of SIGCHLD, which raises wherever this rank is when a worker dies: in a collective, too.
+def _sigchld_handler_preserved() -> Iterator[None]:
+    """Removes torch's handler of SIGCHLD, which raises at any place when a worker dies, even inside a collective.
 
-    The next micro-batch raises instead, where ranks agree.
+    The next micro-batch raises instead, where all ranks agree on the error.
     """
     handler = signal.getsignal(signal.SIGCHLD)
     yield
@@ -180,7 +180,7 @@ def _child_handler_kept() -> Iterator[None]:
         signal.signal(signal.SIGCHLD, handler)
 
 
-def _ended(worker: BaseProcess, what: str) -> MachineError:
+def _exit_error(worker: BaseProcess, what: str) -> MachineError:
     assert worker.exitcode is not None
     killed = worker.exitcode < 0
     how = f"was killed by {signal.Signals(-worker.exitcode).name}" if killed else f"exited with code {worker.exitcode}"

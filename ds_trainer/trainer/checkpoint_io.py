@@ -120,7 +120,7 @@ def _rehearse(run: Run) -> None:
     for group in groups:
         group["lr"] = 0.0
     with consensus(run.mesh, "the rehearsal"):
-        batches = run.executor.prepared([run.train_loader.alone(0)])
+        batches = run.executor.prepared([run.train_loader.single(0)])
     run.executor.train(batches, step_tokens=1, weight=0.0)
     engine.optimizer_step()
     for group, rate in zip(groups, rates, strict=True):

@@ -291,7 +291,7 @@ def test_closing_ends_the_workers_and_a_later_step_starts_others(loader_of):
 
 
 def test_workers_that_are_stuck_are_ended_by_force(loader_of, monkeypatch):
-    monkeypatch.setattr("ds_trainer.data.workers.GRACE_S", 0.5)
+    monkeypatch.setattr("ds_trainer.data.workers.CLOSE_TIMEOUT_S", 0.5)
     loader = loader_of(Numbers(hook=lambda i: time.sleep(600) if i not in first else None))
     first = set(loader.sampler.global_batch(0))
     ids(loader, [0])

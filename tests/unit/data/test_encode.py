@@ -104,7 +104,7 @@ def test_a_template_that_rewrites_earlier_turns_is_refused():
 
 
 def test_a_template_that_refuses_the_conversation_is_quoted():
-    with pytest.raises(DataError, match="here: the chat template refuses the conversation: user first"):
+    with pytest.raises(DataError, match="here: the chat template fails on the conversation: user first"):
         encode({"messages": turns((ASSISTANT, "yes"))}, make_tokenizer(), "{{ raise_exception('user first') }}", "here")
 
 

@@ -233,7 +233,7 @@ def test_a_cache_that_cannot_be_written_names_the_key(tmp_path):
 def test_a_negative_token_id_is_a_fault_of_the_record_and_not_of_the_embedding(run):
     with pytest.raises(DataError, match=r"token id -6") as caught:
         run([{"input_ids": [5, -6]}], vocab_size=10)
-    assert "mend the record" in caught.value.change and "resize_embeddings" not in caught.value.change
+    assert "fix the record" in caught.value.change and "resize_embeddings" not in caught.value.change
 
 
 def test_a_data_set_without_records_is_named_by_its_files(run, tmp_path):
