@@ -108,7 +108,7 @@ class _Conversation:
         return text
 
     def turn(self, i: int) -> Span:
-        """Start and stop of assistant turn `i` in the text: after the generation prompt, up to its end-of-turn token."""
+        """Start and stop of assistant turn `i` in the text, after the generation prompt up to its end-of-turn token."""
         after = self.prefix(i + 1)
         if i > 0:
             start = len(self.prefix(i, add_generation_prompt=True))
