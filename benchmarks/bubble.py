@@ -30,9 +30,9 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from ds_trainer.parallel.deferred_weight_grads import gradient_of
+from ds_trainer.parallel.deferred_weight_grads import gradient_or_defer
 from ds_trainer.parallel.pipeline.runtime import PipelineRuntime
-from ds_trainer.planning.pp_schedules import Schedule, default_virtual_stages, make_schedule, refusal
+from ds_trainer.planning.pp_schedules import Schedule, default_virtual_stages, make_schedule, schedule_problem
 from ds_trainer.planning.pp_timeline import simulate
 
 SECONDS = 0.1
@@ -125,7 +125,7 @@ def run_rank(rank: int, ranks: int, counts: Sequence[int], rendezvous: str) -> l
         idle = {}
         for name in SCHEDULES:
             chunks = default_virtual_stages(name)
-            if refusal(name, ranks, chunks, microbatches) is None:
+            if schedule_problem(name, ranks, chunks, microbatches) is None:
                 idle[name] = idle_share(make_schedule(name, ranks, chunks, microbatches))
         cases.append(Case(ranks, microbatches, idle))
         if rank == 0:
@@ -174,7 +174,7 @@ class _Sleep(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         ctx.stage.sleep()
-        return grad.clone(), gradient_of(ctx.stage.weight, ctx.stage.gradient_of_weight), None
+        return grad.clone(), gradient_or_defer(ctx.stage.weight, ctx.stage.gradient_of_weight), None
 
 
 def idle_share(schedule: Schedule) -> float:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ds_trainer.parallel.pipeline.cut import cut_model
-from ds_trainer.parallel.pipeline.deferred_linear import put_off_weight_gradients
+from ds_trainer.parallel.pipeline.deferred_linear import enable_deferred_weight_gradients
 from ds_trainer.parallel.pipeline.runtime import PipelineRuntime
 from ds_trainer.parallel.tied_parameters import StageParameters
 from ds_trainer.planning.pp_drawing import as_text
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     ranges = tuple((length * stage, length * (stage + 1)) for stage in range(schedule.num_stages))
     model = copy.deepcopy(whole)
     staged = cut_model(model, ranges, schedule.stages_of(rank), schedule.rank_of)
-    put_off_weight_gradients(model)  # For schedules that have passes I and W, and not B.
+    enable_deferred_weight_gradients(model)  # For schedules that have passes I and W, and not B.
     count = sum(parameter.numel() for parameter in model.parameters())
     say(group, [f"rank {rank} has {count:,} parameters, in stages {', '.join(map(str, staged.stages))}"])
 

@@ -18,7 +18,7 @@ from ds_trainer.config.stage_assignment import assign_layers, model_parts, num_s
 from ds_trainer.errors import ConfigError
 from ds_trainer.planning.checkpoint_spec import ModelSpec
 from ds_trainer.planning.pp_drawing import as_text, plot_timeline, title
-from ds_trainer.planning.pp_schedules import NAMES, Kind, default_virtual_stages, make_schedule, refusal
+from ds_trainer.planning.pp_schedules import NAMES, Kind, default_virtual_stages, make_schedule, schedule_problem
 from ds_trainer.planning.pp_timeline import Timeline, simulate
 
 _MEANINGS = {
@@ -151,7 +151,7 @@ def _with_schedule(config: RunConfig, name: str) -> RunConfig:
     if name == parallel.schedule:
         return config
     assert parallel.virtual_stages is not None
-    takes = refusal(name, parallel.pp, parallel.virtual_stages, 4 * parallel.pp) is None
+    takes = schedule_problem(name, parallel.pp, parallel.virtual_stages, 4 * parallel.pp) is None
     stages = parallel.virtual_stages if takes else default_virtual_stages(name)
     changed = {"schedule": name, "virtual_stages": stages, "pp_split": None}
     return config.model_copy(update={"parallel": parallel.model_copy(update=changed)})
@@ -161,7 +161,7 @@ def _refused(config: RunConfig, spec: ModelSpec | None) -> str | None:
     """Why the run cannot have this schedule, and what it needs."""
     parallel, batch = config.parallel, config.batch
     assert parallel.virtual_stages is not None and batch.accumulation is not None
-    if reason := refusal(parallel.schedule, parallel.pp, parallel.virtual_stages, batch.accumulation):
+    if reason := schedule_problem(parallel.schedule, parallel.pp, parallel.virtual_stages, batch.accumulation):
         _, rule, change = reason
         return f"{rule}: {change}"
     parts = None if spec is None else model_parts(spec)

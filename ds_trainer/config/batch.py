@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from ds_trainer.config.training_sections import BatchConfig
 from ds_trainer.errors import ConfigError
-from ds_trainer.planning.pp_schedules import refusal
+from ds_trainer.planning.pp_schedules import schedule_problem
 
 _RULE = "batch.global_size = batch.micro_size x batch.accumulation x data ranks"
 _PER_PIPELINE_RANK = 4
@@ -51,7 +51,7 @@ class Pipeline:
 
     def takes(self, accumulation: int) -> bool:
         """Whether a step can have so many micro-batches."""
-        return self.ranks == 1 or refusal(self.schedule, self.ranks, self.virtual_stages, accumulation) is None
+        return self.ranks == 1 or schedule_problem(self.schedule, self.ranks, self.virtual_stages, accumulation) is None
 
     def nearest(self, accumulation: int) -> list[int]:
         """The numbers that it takes next below and above one that it does not."""
@@ -152,7 +152,7 @@ def _from_factors(micro: int | None, accumulation: int | None, ranks: _DPRanks, 
 
 def _not_taken(batch: BatchConfig, solved: BatchSizes, ranks: _DPRanks, pipeline: Pipeline) -> ConfigError:
     """The refusal of a number of micro-batches: what it comes from, and every single change that works."""
-    refused = refusal(pipeline.schedule, pipeline.ranks, pipeline.virtual_stages, solved.accumulation)
+    refused = schedule_problem(pipeline.schedule, pipeline.ranks, pipeline.virtual_stages, solved.accumulation)
     assert refused is not None
     found, rule, change = refused
     numbers = pipeline.nearest(solved.accumulation)

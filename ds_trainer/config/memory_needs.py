@@ -10,8 +10,8 @@ from ds_trainer.config.resolved import ResolvedConfig
 from ds_trainer.config.schema import RunConfig
 from ds_trainer.planning.memory import (
     DTYPE_BYTES,
+    MemoryItem,
     MemoryRow,
-    Part,
     bytes_per_parameter,
     ddp_bytes_per_parameter,
     fsdp2_bytes_per_parameter,
@@ -86,32 +86,32 @@ def _at(config: RunConfig, stage: int, grad_dtype: str) -> RunConfig:
     )
 
 
-def buffers(resolved: ResolvedConfig) -> list[Part]:
+def buffers(resolved: ResolvedConfig) -> list[MemoryItem]:
     """Buffers of one rank that the table leaves out; `size` is in bytes here, not per parameter."""
     config, dp_size = resolved.config, resolved.dp_size
     num_parameters = resolved.size.num_parameters or 0
     zero, precision = config.zero, config.precision
     if backend(config) == "ddp" and config.parallel.pp > 1:
-        return [Part("gradient buckets", min(4 * num_parameters, config.ddp.bucket_cap_mb * 2**20))]
+        return [MemoryItem("gradient buckets", min(4 * num_parameters, config.ddp.bucket_cap_mb * 2**20))]
     if backend(config) == "ddp" and not config.ddp.gradient_as_bucket_view:
-        return [Part("gradient buckets", 4 * num_parameters)]
+        return [MemoryItem("gradient buckets", 4 * num_parameters)]
     if backend(config) != "deepspeed" or zero.stage == 0:
         return []
     param_bytes = DTYPE_BYTES[precision.dtype or "fp32"]
     reduce_bytes = DTYPE_BYTES[precision.communication_data_type or precision.grad_dtype or "fp32"]
     copies = 2 if zero.overlap_comm and zero.stage < 3 else 1
-    parts = [Part("reduce buckets", copies * (zero.reduce_bucket_size or 0) * reduce_bytes)]
+    parts = [MemoryItem("reduce buckets", copies * (zero.reduce_bucket_size or 0) * reduce_bytes)]
     if zero.stage < 3:
         return parts
-    parts += [Part("prefetched parameters", (zero.stage3_prefetch_bucket_size or 0) * param_bytes)]
+    parts += [MemoryItem("prefetched parameters", (zero.stage3_prefetch_bucket_size or 0) * param_bytes)]
     sub_group = max(
         min(zero.sub_group_size or num_parameters, -(-num_parameters // dp_size)),
         # None is smaller than the one that holds the largest parameter.
         -(-(resolved.size.largest_parameter or 0) // dp_size),
     )
     if zero.offload_optimizer.device == "nvme":
-        parts += [Part("optimizer swap buffers", zero.offload_optimizer.buffer_count * sub_group * 4, "host")]
+        parts += [MemoryItem("optimizer swap buffers", zero.offload_optimizer.buffer_count * sub_group * 4, "host")]
     if zero.offload_param.device == "nvme":
         swap = (zero.offload_param.buffer_count or 5) * (zero.offload_param.buffer_size or 0) + sub_group
-        parts += [Part("parameter swap buffers", swap * param_bytes, "host")]
+        parts += [MemoryItem("parameter swap buffers", swap * param_bytes, "host")]
     return parts

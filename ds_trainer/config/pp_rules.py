@@ -12,7 +12,7 @@ from ds_trainer.config.schema import RunConfig
 from ds_trainer.config.stage_assignment import check_stages, model_parts, num_stages, refused_stages
 from ds_trainer.errors import ConfigError
 from ds_trainer.planning.checkpoint_spec import ModelSpec
-from ds_trainer.planning.pp_plan import stage_plan, stage_refusal
+from ds_trainer.planning.pp_plan import pp_unsupported_reason, stage_plan
 
 _NEEDS_PP = ("schedule", "virtual_stages", "pp_split")
 _NO_REDUCER = "under a pipeline gradients are reduced once all passes are done, without DDP's reducer"
@@ -133,7 +133,7 @@ def check_pipeline_model(config: RunConfig, given: Provenance, spec: ModelSpec) 
     """A model that cannot be cut, or whose layers do not go with the stages."""
     if config.parallel.pp == 1:
         return
-    if (why := stage_refusal(spec.model_type)) is not None:
+    if (why := pp_unsupported_reason(spec.model_type)) is not None:
         yield ConfigError(
             f"{given.describe('parallel.pp')}, and model.path is of type {spec.model_type!r}",
             why,

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from ds_trainer.config.schema import RunConfig
-from ds_trainer.planning.pp_costs import Ranges
+from ds_trainer.planning.pp_costs import StageRanges
 from ds_trainer.planning.pp_partition import split_of
 
 
@@ -72,7 +72,7 @@ class ResolvedConfig:
     warnings: tuple[str, ...] = ()
 
     @property
-    def stages(self) -> Ranges | None:
+    def stages(self) -> StageRanges | None:
         """The layers of every stage of the pipeline, in order; None: there is none, or the model is not known yet."""
         split = self.config.parallel.pp_split
         return None if split is None else split_of(split)

@@ -12,9 +12,9 @@ from ds_trainer.config.schema import RunConfig
 from ds_trainer.config.tp_rules import shares_of
 from ds_trainer.errors import ConfigError
 from ds_trainer.planning.checkpoint_spec import ModelSpec
-from ds_trainer.planning.pp_costs import ModelParts, Ranges
+from ds_trainer.planning.pp_costs import ModelParts, StageRanges
 from ds_trainer.planning.pp_partition import partition, split_of
-from ds_trainer.planning.pp_schedules import default_virtual_stages, refusal, stages_of
+from ds_trainer.planning.pp_schedules import default_virtual_stages, schedule_problem, stages_of
 
 _USUAL_POSITIONS = 2048
 """Where `data.max_length` is not set: samples are as a rule much shorter than all that a model can take."""
@@ -33,7 +33,7 @@ def num_stages(parallel: ParallelConfig) -> int:
 def refused_stages(parallel: ParallelConfig) -> tuple[str, str, str] | None:
     """Found, rule and change of a number of stages on each rank that the schedule does not have; None: it has."""
     microbatches = 4 * parallel.pp  # As many as any schedule takes: what is refused then are the stages.
-    return refusal(parallel.schedule, parallel.pp, virtual_stages(parallel), microbatches)
+    return schedule_problem(parallel.schedule, parallel.pp, virtual_stages(parallel), microbatches)
 
 
 def positions(config: RunConfig, max_positions: int | None) -> int:
@@ -77,7 +77,7 @@ def check_stages(config: RunConfig, given: Provenance, num_layers: int) -> Itera
         )
 
 
-def assign_layers(config: RunConfig, parts: ModelParts, max_positions: int | None) -> Ranges:
+def assign_layers(config: RunConfig, parts: ModelParts, max_positions: int | None) -> StageRanges:
     """The layers of every stage: as `parallel.pp_split` has them, or so that the slowest is as fast as can be.
 
     Args:

@@ -11,34 +11,34 @@ from ds_trainer.config.schema import RunConfig
 from ds_trainer.errors import ConfigError
 from ds_trainer.planning.checkpoint_spec import ModelSpec
 from ds_trainer.planning.tp_plan import TensorPlan, generic
-from ds_trainer.planning.tp_shards import COLUMN, EMBEDDING, ROW, Shares
+from ds_trainer.planning.tp_shards import COLUMN, EMBEDDING, ROW, TensorShards
 
 _SHOWN = 8
 
 
-def check_plan(config: RunConfig, given: Provenance, shares: Shares) -> Iterator[ConfigError]:
+def check_plan(config: RunConfig, given: Provenance, shards: TensorShards) -> Iterator[ConfigError]:
     """Entries that match nothing, or give a style to what cannot have it; only where the model's names are known."""
-    spec, override = shares.spec, shares.plan.override
+    spec, override = shards.spec, shards.plan.override
     if not override or not names_are_the_models(config, spec):
         return
     place = given.origin("parallel.tp_plan")
-    names = _names(shares)
+    names = _names(shards)
     # A module without weights is not in the checkpoint, and of a tied model without a plan the head's name is open.
-    sure = [entry for entry in _unmatched(shares, names) if _cuts(override[entry]) and not _may_be_tied(spec)]
+    sure = [entry for entry in _unmatched(shards, names) if _cuts(override[entry]) and not _may_be_tied(spec)]
     if sure:
         yield ConfigError(
             f"parallel.tp_plan ({place}) has {', '.join(sure)}, which matches no module or parameter of the checkpoint",
             "each entry of parallel.tp_plan names modules, with * for any part of a name",
             f"use names such as {', '.join(matrices(spec)[:4])}",
         )
-    misfits = list(_misfits(shares.plan, spec, names))
+    misfits = list(_misfits(shards.plan, spec, names))
     for entry, name, what in misfits:
         yield ConfigError(
             f"parallel.tp_plan ({place}) gives {override[entry]} to {name} by {entry}, and that is {what}",
             "each style fits some kinds of layers, such as Linear and Conv1D, or Embedding",
             "give it another style in parallel.tp_plan, or `replicate`",
         )
-    if not sure and not misfits and not _may_be_tied(spec) and not shares.cuts_anything:
+    if not sure and not misfits and not _may_be_tied(spec) and not shards.shards_anything:
         yield ConfigError(
             f"parallel.tp_plan ({place}) leaves every layer whole, and {given.describe('parallel.tp')}",
             "without a layer that is cut every rank would train the same whole model",
@@ -46,16 +46,16 @@ def check_plan(config: RunConfig, given: Provenance, shares: Shares) -> Iterator
         )
 
 
-def plan_warnings(config: RunConfig, shares: Shares) -> Iterator[str]:
+def plan_warnings(config: RunConfig, shards: TensorShards) -> Iterator[str]:
     """Entries of which it shows at load only whether they match the model."""
-    spec = shares.spec
+    spec = shards.spec
     if spec.pickled or spec.family is None:
         return  # Nothing of the plan can be told: that is said already.
     known = names_are_the_models(config, spec)
-    names = _names(shares) | ({} if known else dict.fromkeys(shares.plan.styles))
-    override = shares.plan.override
+    names = _names(shards) | ({} if known else dict.fromkeys(shards.plan.styles))
+    override = shards.plan.override
     sure = known and not _may_be_tied(spec)
-    open_ = [entry for entry in _unmatched(shares, names) if not (sure and _cuts(override[entry]))]
+    open_ = [entry for entry in _unmatched(shards, names) if not (sure and _cuts(override[entry]))]
     if open_:
         yield (
             f"parallel.tp_plan has {', '.join(open_)}, which matches no name in the checkpoint: whether it matches one "
@@ -79,19 +79,19 @@ def suggested(spec: ModelSpec) -> str:
     )
 
 
-def _names(shares: Shares) -> dict[str, None]:
+def _names(shards: TensorShards) -> dict[str, None]:
     """Every module and parameter that the checkpoint shows, also with a prefix that it lacks, and a tied head."""
     found: dict[str, None] = {}
-    for tensor in shares.spec.tensors:
+    for tensor in shards.spec.tensors:
         parts = tensor.split(".")
         found |= dict.fromkeys(".".join(parts[:end]) for end in range(1, len(parts) + 1))
-    prefixed = dict.fromkeys(f"{prefix}{name}" for prefix in shares.prefixes for name in found)
-    heads = [entry for entry in shares.plan.styles if "*" not in entry] if shares.spec.tied else []
+    prefixed = dict.fromkeys(f"{prefix}{name}" for prefix in shards.prefixes for name in found)
+    heads = [entry for entry in shards.plan.styles if "*" not in entry] if shards.spec.tied else []
     return prefixed | dict.fromkeys(heads)
 
 
-def _unmatched(shares: Shares, names: dict[str, None]) -> list[str]:
-    return TensorPlan({}, shares.plan.override).unmatched(names)
+def _unmatched(shards: TensorShards, names: dict[str, None]) -> list[str]:
+    return TensorPlan({}, shards.plan.override).unmatched(names)
 
 
 def _misfits(plan: TensorPlan, spec: ModelSpec, names: Iterable[str]) -> Iterator[tuple[str, str, str]]:

@@ -12,9 +12,9 @@ from ds_trainer.config.schema import RunConfig
 from ds_trainer.config.tp_plan_rules import check_plan, plan_warnings, suggested
 from ds_trainer.errors import ConfigError
 from ds_trainer.planning.checkpoint_spec import ModelSpec
-from ds_trainer.planning.tp_divisibility import refusal
+from ds_trainer.planning.tp_divisibility import tp_size_problem
 from ds_trainer.planning.tp_plan import STYLE_NAMES, plan_for
-from ds_trainer.planning.tp_shards import Shares
+from ds_trainer.planning.tp_shards import TensorShards
 
 _NEEDS_TP = ("tp_plan", "sequence_parallel", "keep_gathered_input")
 _HANGS = "torch makes the smaller groups of one tensor rank's data ranks at once with those of another's, and hangs"
@@ -90,11 +90,11 @@ def check_tensor_model(config: RunConfig, given: Provenance, spec: ModelSpec) ->
     """A model without a plan or that it does not fit, or whose heads and widths do not divide."""
     if config.parallel.tp == 1:
         return
-    if shares := shares_of(config, spec):
-        if refused := refusal(config.parallel.tp, shares.units()):
+    if shards := shares_of(config, spec):
+        if refused := tp_size_problem(config.parallel.tp, shards.units()):
             found, rule, change = refused
             yield ConfigError(f"{found} ({given.origin('parallel.tp')})", rule, change)
-        yield from check_plan(config, given, shares)
+        yield from check_plan(config, given, shards)
     elif spec.family is not None:
         yield ConfigError(
             f"{given.describe('parallel.tp')}, and there is no plan for model type {spec.model_type!r}",
@@ -103,10 +103,10 @@ def check_tensor_model(config: RunConfig, given: Provenance, spec: ModelSpec) ->
         )
 
 
-def shares_of(config: RunConfig, spec: ModelSpec) -> Shares | None:
+def shares_of(config: RunConfig, spec: ModelSpec) -> TensorShards | None:
     """How the model is dealt out; None where there is no plan for it."""
     plan = plan_for(spec.model_type, config.parallel.tp_plan)
-    return Shares(spec, plan) if plan is not None else None
+    return TensorShards(spec, plan) if plan is not None else None
 
 
 def tensor_warnings(config: RunConfig, machine: Machine, spec: ModelSpec | None) -> Iterator[str]:
@@ -120,14 +120,14 @@ def tensor_warnings(config: RunConfig, machine: Machine, spec: ModelSpec | None)
             f"parallel.tp {tp} crosses nodes of {node} ranks: every layer's all-reduces, of whole activations and in "
             f"both passes, go over the network and wait for it; sizes that stay on a node: {', '.join(map(str, fit))}"
         )
-    shares = None if spec is None else shares_of(config, spec)
-    if shares is not None:
-        yield from plan_warnings(config, shares)
-    if spec is None or (shares is not None and not spec.pickled and shares.names_agree):
+    shards = None if spec is None else shares_of(config, spec)
+    if shards is not None:
+        yield from plan_warnings(config, shards)
+    if spec is None or (shards is not None and not spec.pickled and shards.names_agree):
         return
     if spec.pickled:
         why = "the model's weights are pickled"
-    elif shares is None:
+    elif shards is None:
         why = f"model type {spec.model_type!r} is not in families.json"
     else:
         why = "the checkpoint's names are not those of the model"

@@ -15,7 +15,7 @@ from ds_trainer.host.free_space import size_text, space_fault
 from ds_trainer.host.host_memory import available_bytes
 from ds_trainer.host.swap_folder import remove_stale_swap_folders
 from ds_trainer.launch.rank_grid import Grid
-from ds_trainer.planning.memory import DTYPE_BYTES, Part
+from ds_trainer.planning.memory import DTYPE_BYTES, MemoryItem
 
 _BESIDE_WEIGHTS = 40e6
 """Bytes left for what an export and a run write beside weights: a large tokenizer takes 33 MB."""
@@ -58,7 +58,7 @@ def check_nvme(resolved: ResolvedConfig, local_ranks: int) -> None:
             check_swap_path(path, dotted)
             remove_stale_swap_folders(path)
             swapped = [
-                p.size for p in row.parts if p.place == "nvme" and (p.name == "parameters") == (key == "offload_param")
+                p.size for p in row.items if p.place == "nvme" and (p.name == "parameters") == (key == "offload_param")
             ]
             by_drive[path.stat().st_dev].append((dotted, path, sum(swapped) * num_parameters * local_ranks))
     for files in by_drive.values():
@@ -130,11 +130,11 @@ def check_host_memory(resolved: ResolvedConfig, local_ranks: int) -> None:
     )
 
 
-def host_parts(resolved: ResolvedConfig) -> list[Part]:
+def host_parts(resolved: ResolvedConfig) -> list[MemoryItem]:
     """What one rank keeps in host memory at its peak; `size` is in bytes."""
     row, num_parameters = memory_row(resolved), resolved.size.num_parameters or 0
-    kept = [Part(part.name, part.size * num_parameters, part.place) for part in row.parts]
-    kept += [Part("gradients not yet reduced", row.transient * num_parameters)]
+    kept = [MemoryItem(item.name, item.size * num_parameters, item.place) for item in row.items]
+    kept += [MemoryItem("gradients not yet reduced", row.transient * num_parameters)]
     kept += buffers(resolved)
     wanted = {"device", "host"} if resolved.machine.device == "cpu" else {"host"}
     return [part for part in kept if part.place in wanted]

@@ -153,7 +153,7 @@ _ELSEWHERE: dict[str, Plan] = {
     "nemotron_h": _HEAD,
 }
 
-OWN_PLANS: dict[str, Plan] = {
+EXTRA_TP_PLANS: dict[str, Plan] = {
     name: _NONE_OF_TRANSFORMERS.get(name, {})
     | _named("model.layers.*", _IN_BLOCKS.get(name, {}))
     | _ELSEWHERE.get(name, {})

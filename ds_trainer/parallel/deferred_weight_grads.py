@@ -19,44 +19,44 @@ import torch
 Compute = Callable[[], torch.Tensor]
 
 
-class WeightGradients:
+class DeferredGradients:
     """Gradients of weights that one backward pass has put off."""
 
     def __init__(self) -> None:
-        self._put_off: deque[tuple[torch.Tensor, Compute]] = deque()
+        self._deferred: deque[tuple[torch.Tensor, Compute]] = deque()
 
-    def put_off(self, weight: torch.Tensor, compute: Compute) -> None:
+    def defer(self, weight: torch.Tensor, compute: Compute) -> None:
         """Notes how a leaf's gradient is computed."""
-        self._put_off.append((weight, compute))
+        self._deferred.append((weight, compute))
 
     def accumulate(self) -> None:
         """Computes them and adds them to `grad`, each as a backward pass does it: hooks of the weights run."""
-        while self._put_off:
-            weight, compute = self._put_off.popleft()
+        while self._deferred:
+            weight, compute = self._deferred.popleft()
             torch.autograd.backward(weight, compute().to(weight.dtype))
 
 
 # Of the process and not of the thread: on a GPU backward passes run in threads of autograd's.
-_current: WeightGradients | None = None
+_current: DeferredGradients | None = None
 
 
 @contextmanager
-def weights_later() -> Iterator[WeightGradients]:
+def defer_weight_gradients() -> Iterator[DeferredGradients]:
     """A backward pass in this block leaves the gradients of weights to the object it gives."""
     global _current
-    _current = WeightGradients()
+    _current = DeferredGradients()
     try:
         yield _current
     finally:
         _current = None
 
 
-def weights_are_put_off() -> bool:
-    """Whether the backward pass that runs is one of `weights_later`."""
+def is_deferring() -> bool:
+    """Whether the backward pass that runs is one of `defer_weight_gradients`."""
     return _current is not None
 
 
-def gradient_of(weight: torch.Tensor, compute: Compute) -> torch.Tensor | None:
+def gradient_or_defer(weight: torch.Tensor, compute: Compute) -> torch.Tensor | None:
     """What a function's backward returns for a weight: its gradient, or None where that comes later.
 
     Args:
@@ -65,5 +65,5 @@ def gradient_of(weight: torch.Tensor, compute: Compute) -> torch.Tensor | None:
     """
     if _current is None:
         return compute()
-    _current.put_off(weight, compute)
+    _current.defer(weight, compute)
     return None

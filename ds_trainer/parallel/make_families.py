@@ -15,7 +15,7 @@ from transformers.core_model_loading import WeightConverter
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ds_trainer.errors import ModelError
-from ds_trainer.models.extra_tp_plans import OWN_PLANS
+from ds_trainer.models.extra_tp_plans import EXTRA_TP_PLANS
 from ds_trainer.models.small_configs import causal_lm_classes, small_configs
 from ds_trainer.parallel.pipeline.verify_cut import proven
 from ds_trainer.planning.checkpoint_spec import CONFIG_KEYS
@@ -40,7 +40,7 @@ def family(model_type: str) -> dict[str, Any]:
         "aliases": {k: v for k, v in config_class.attribute_map.items() if k in CONFIG_KEYS},
         "tied": bool(getattr(config_class, "tie_word_embeddings", False)),
         "conversion": min(kinds, default=None),
-        "tp_plan": _tp_plan(model_type) | OWN_PLANS.get(model_type, {}),
+        "tp_plan": _tp_plan(model_type) | EXTRA_TP_PLANS.get(model_type, {}),
     }
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 
-def derive(module: nn.Module, behaviour: type) -> None:
+def mix_in(module: nn.Module, behaviour: type) -> None:
     """Puts a mixin in front of a module's class; the module stays the same object, of its old class too.
 
     A class and not an instance's `forward`: transformers' blocks recompute what their class's `forward` does, and a
@@ -19,16 +19,16 @@ def derive(module: nn.Module, behaviour: type) -> None:
         behaviour: The mixin; has a `forward`.
     """
     own: type = type(module)
-    module.__class__ = _derived(behaviour, own)
+    module.__class__ = _mixed_class(behaviour, own)
 
 
-def stock_class(module: nn.Module) -> type:
+def original_class(module: nn.Module) -> type:
     """The class that a module had before any behaviour was put in front of it."""
     return getattr(type(module), "stock", type(module))
 
 
 @cache
-def _derived(behaviour: Any, base: Any) -> type:
+def _mixed_class(behaviour: Any, base: Any) -> type:
     # transformers finds classes by their name, and `generate` looks at the signature to see what to pass.
     @wraps(base.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -1,6 +1,6 @@
 """Bytes per parameter that a rank really keeps under ZeRO, beside what the ZeRO paper counts. Pure.
 
-The parts were read in DeepSpeed 0.19.8's source and measured at 1, 2 and 4 ranks: unique storages of all live
+The items were read in DeepSpeed 0.19.8's source and measured at 1, 2 and 4 ranks: unique storages of all live
 tensors, with communication buckets, swap buffers, activations and gathered parameters kept out or near zero. Buckets
 and swap buffers are set in elements rather than by the model: see `ds_trainer.config.memory_needs`. Nor is what
 depends on the largest parameter counted: at stages 1 and 2 the gradient of one that lies across two ranks' shards is
@@ -24,7 +24,7 @@ _PLACES: dict[str, Place] = {"none": "device", "cpu": "host", "nvme": "nvme"}
 
 
 @dataclass(frozen=True)
-class Part:
+class MemoryItem:
     """One kind of tensor that a rank keeps.
 
     Args:
@@ -45,13 +45,13 @@ class MemoryRow:
     """Bytes per parameter of the model on one rank.
 
     Args:
-        parts: What is kept; after the last backward all of it, after the step the lasting ones.
+        items: What is kept; after the last backward all of it, after the step the lasting ones.
         transient: Bytes that the last backward needs on top, and frees before it ends.
         paper: What the ZeRO paper counts, in these formats.
         why: Why the two differ.
     """
 
-    parts: tuple[Part, ...]
+    items: tuple[MemoryItem, ...]
     transient: float
     paper: float
     why: str
@@ -59,12 +59,12 @@ class MemoryRow:
     @property
     def after_backward(self) -> float:
         """Bytes in device and host memory after the last backward of a step."""
-        return sum(part.size for part in self.parts if part.place != "nvme")
+        return sum(item.size for item in self.items if item.place != "nvme")
 
     @property
     def after_step(self) -> float:
         """Bytes in device and host memory after the optimizer step."""
-        return sum(part.size for part in self.parts if part.place != "nvme" and part.lasting)
+        return sum(item.size for item in self.items if item.place != "nvme" and item.lasting)
 
     @property
     def peak(self) -> float:
@@ -74,12 +74,12 @@ class MemoryRow:
     @property
     def host(self) -> float:
         """Bytes that lie in host memory where the device is a GPU."""
-        return sum(part.size for part in self.parts if part.place == "host")
+        return sum(item.size for item in self.items if item.place == "host")
 
     @property
     def nvme(self) -> float:
         """Bytes in swap files."""
-        return sum(part.size for part in self.parts if part.place == "nvme")
+        return sum(item.size for item in self.items if item.place == "nvme")
 
 
 def moment_bytes(optimizer: str, momentum: bool = False) -> int:
@@ -122,11 +122,11 @@ def bytes_per_parameter(
     """
     layout = _Layout(stage, dtype, grad_dtype, data_ranks, offload_optimizer, offload_param, accumulation)
     moments = moment_bytes(optimizer, momentum)
-    parts = {0: _replicated, 1: _sharded_state, 2: _sharded_state, 3: _sharded_all}[stage](layout, moments)
+    items = {0: _replicated, 1: _sharded_state, 2: _sharded_state, 3: _sharded_all}[stage](layout, moments)
     # Stage 1 reduces all gradients at the end of the last backward, and only then frees the other ranks' shards; sums
-    # in another format than the gradients' it keeps whole, which `parts` counts.
+    # in another format than the gradients' it keeps whole, which `items` counts.
     transient = layout.grad_bytes if stage == 1 and not layout.is_mixed else 0
-    row = MemoryRow(tuple(part for part in parts if part.size), transient, _paper(layout, moments), _why(layout))
+    row = MemoryRow(tuple(item for item in items if item.size), transient, _paper(layout, moments), _why(layout))
     return replace(row, why=f"as in the paper; {row.why}") if row.after_backward == row.paper else row
 
 
@@ -148,7 +148,7 @@ def ddp_bytes_per_parameter(
     lasting = "gradients are views of DDP's buckets, which last"
     return replace(
         row,
-        parts=tuple(replace(part, lasting=True) for part in row.parts),
+        items=tuple(replace(item, lasting=True) for item in row.items),
         why=f"as in the paper; {lasting}" if dtype == "fp32" else f"{row.why}; {lasting}",
     )
 
@@ -177,10 +177,10 @@ def fsdp2_bytes_per_parameter(
         momentum: Whether sgd keeps a momentum.
     """
     place: Place = "host" if cpu_offload else "device"
-    parts = [
-        Part("fp32 parameters", 4 / shards, place),
-        Part("moments", moment_bytes(optimizer, momentum) / shards, place),
-        Part("fp32 gradients", 4 / shards, place, lasting=False),
+    items = [
+        MemoryItem("fp32 parameters", 4 / shards, place),
+        MemoryItem("moments", moment_bytes(optimizer, momentum) / shards, place),
+        MemoryItem("fp32 gradients", 4 / shards, place, lasting=False),
     ]
     kept = 0.0 if reshard_after_forward is True else 1 / (reshard_after_forward or 1)
     sums = DTYPE_BYTES[reduce_dtype] if accumulation > 1 else 0
@@ -191,7 +191,7 @@ def fsdp2_bytes_per_parameter(
     why = [] if dtype == "fp32" else ["parameters are their own masters, and cast as they are gathered"]
     if not reshard_after_forward:
         why.append("gathered parameters are freed in the backward pass")
-    return MemoryRow(tuple(part for part in parts if part.size), transient, paper, "; ".join(why) or "as in the paper")
+    return MemoryRow(tuple(item for item in items if item.size), transient, paper, "; ".join(why) or "as in the paper")
 
 
 @dataclass(frozen=True)
@@ -231,45 +231,49 @@ class _Layout:
         return self.stage == 1 and self.dtype == "bf16" and self.grad_dtype == "fp32" and on_device
 
 
-def _replicated(layout: _Layout, moments: int) -> list[Part]:
+def _replicated(layout: _Layout, moments: int) -> list[MemoryItem]:
     if layout.is_autocast or layout.param_bytes == 4:
-        return [Part("parameters", 4), Part("moments", moments), Part("gradients", 4, lasting=False)]
-    parts = [Part("parameters", layout.param_bytes), Part("fp32 masters", 4), Part("moments", moments)]
-    return [*parts, Part("gradients", layout.grad_bytes, lasting=False)]
+        return [MemoryItem("parameters", 4), MemoryItem("moments", moments), MemoryItem("gradients", 4, lasting=False)]
+    items = [
+        MemoryItem("parameters", layout.param_bytes),
+        MemoryItem("fp32 masters", 4),
+        MemoryItem("moments", moments),
+    ]
+    return [*items, MemoryItem("gradients", layout.grad_bytes, lasting=False)]
 
 
-def _sharded_state(layout: _Layout, moments: int) -> list[Part]:
+def _sharded_state(layout: _Layout, moments: int) -> list[MemoryItem]:
     n, place = layout.ranks, _PLACES[layout.offload_optimizer]
-    parts = [
-        Part("parameters", layout.param_bytes),
-        Part("fp32 masters", 4 / n, place),
-        Part("moments", moments / n, place),
+    items = [
+        MemoryItem("parameters", layout.param_bytes),
+        MemoryItem("fp32 masters", 4 / n, place),
+        MemoryItem("moments", moments / n, place),
     ]
     if layout.is_bf16_optimizer:
-        parts += [Part("fp32 gradient sums", 4), Part("gradients", layout.param_bytes, lasting=False)]
+        items += [MemoryItem("fp32 gradient sums", 4), MemoryItem("gradients", layout.param_bytes, lasting=False)]
     elif layout.offload_optimizer == "none":
-        parts += [Part("gradients", layout.grad_bytes / n, lasting=False)]
+        items += [MemoryItem("gradients", layout.grad_bytes / n, lasting=False)]
     else:
-        parts += [
-            Part("fp32 gradients", 4 / n, "host"),
-            Part("updated parameters on their way back", layout.param_bytes / n, "host"),
+        items += [
+            MemoryItem("fp32 gradients", 4 / n, "host"),
+            MemoryItem("updated parameters on their way back", layout.param_bytes / n, "host"),
         ]
         if layout.is_mixed:
-            parts += [Part("gradient sums", layout.grad_bytes / (1 if layout.stage == 1 else n), lasting=False)]
+            items += [MemoryItem("gradient sums", layout.grad_bytes / (1 if layout.stage == 1 else n), lasting=False)]
         elif layout.stage == 2 and layout.accumulation > 1:
-            parts += [Part("gradient sums", layout.param_bytes / n, "host")]
-    return parts
+            items += [MemoryItem("gradient sums", layout.param_bytes / n, "host")]
+    return items
 
 
-def _sharded_all(layout: _Layout, moments: int) -> list[Part]:
+def _sharded_all(layout: _Layout, moments: int) -> list[MemoryItem]:
     n, place = layout.ranks, _PLACES[layout.offload_optimizer]
-    parts = [
-        Part("parameters", layout.param_bytes / n, _PLACES[layout.offload_param]),
-        Part("fp32 masters", 4 / n, place),
-        Part("moments", moments / n, place),
-        Part("gradient sums", layout.grad_bytes / n, "device" if place == "device" else "host"),
+    items = [
+        MemoryItem("parameters", layout.param_bytes / n, _PLACES[layout.offload_param]),
+        MemoryItem("fp32 masters", 4 / n, place),
+        MemoryItem("moments", moments / n, place),
+        MemoryItem("gradient sums", layout.grad_bytes / n, "device" if place == "device" else "host"),
     ]
-    return parts if place == "device" else [*parts, Part("fp32 gradients", 4 / n, place)]
+    return items if place == "device" else [*items, MemoryItem("fp32 gradients", 4 / n, place)]
 
 
 def _paper(layout: _Layout, moments: int) -> float:

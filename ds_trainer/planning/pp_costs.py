@@ -13,7 +13,7 @@ from functools import cached_property
 from math import prod
 from typing import Any
 
-Ranges = tuple[tuple[int, int], ...]
+StageRanges = tuple[tuple[int, int], ...]
 """Of every stage, in order, its first layer and the one after its last."""
 
 _NUM_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
@@ -44,7 +44,7 @@ class Costs:
     layers: tuple[float, ...]
     last: float
 
-    def of_stages(self, ranges: Ranges) -> tuple[float, ...]:
+    def of_stages(self, ranges: StageRanges) -> tuple[float, ...]:
         """What falls to each stage; the first has what precedes the layers, the last what follows them."""
         sums = [sum(self.layers[start:stop]) for start, stop in ranges]
         sums[0] += self.first

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
 
-from ds_trainer.planning.pp_costs import Costs, Ranges
+from ds_trainer.planning.pp_costs import Costs, StageRanges
 
 _ROUNDING = 1 + 1e-9
 """Sums of the same costs in another order are equal up to this factor."""
 
 
-def partition(costs: Costs, num_stages: int) -> Ranges:
+def partition(costs: Costs, num_stages: int) -> StageRanges:
     """Deals layers out so that the slowest stage, for which all others wait, is as fast as can be.
 
     Of all ways that make it so, the one whose stages are most alike: the least sum of their squared costs.
@@ -31,7 +31,7 @@ def partition(costs: Costs, num_stages: int) -> Ranges:
     return _most_even(sums, num_stages, _least_bound(sums, num_stages) * _ROUNDING)
 
 
-def split_of(pp_split: Iterable[int]) -> Ranges:
+def split_of(pp_split: Iterable[int]) -> StageRanges:
     """The stages of which the numbers of layers are given."""
     return tuple(pairwise(accumulate(pp_split, initial=0)))
 
@@ -60,7 +60,7 @@ def _stages_needed(sums: Sequence[float], bound: float) -> float:
     return count
 
 
-def _most_even(sums: Sequence[float], num_stages: int, bound: float) -> Ranges:
+def _most_even(sums: Sequence[float], num_stages: int, bound: float) -> StageRanges:
     """Stages of a cost within the bound whose squares add up to least, by dynamic programming over where they end."""
     num_layers = len(sums) - 1
     best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, (0,))}

@@ -32,7 +32,7 @@ def stage_plan(model_type: str) -> StagePlan | None:
         model_type: `model_type` of the model's config.
 
     Returns:
-        None: the type cannot be cut, see `stage_refusal`, or the table does not know it.
+        None: the type cannot be cut, see `pp_unsupported_reason`, or the table does not know it.
     """
     family = families().get(model_type)
     if family is None or family.pp_plan is None:
@@ -41,7 +41,7 @@ def stage_plan(model_type: str) -> StagePlan | None:
     return StagePlan(plan["layers"], tuple(plan["first"]), tuple(plan["last"]))
 
 
-def stage_refusal(model_type: str) -> str | None:
+def pp_unsupported_reason(model_type: str) -> str | None:
     """Why a model type cannot be cut into stages, as `families.json` has it; None where it can, or is not known."""
     family = families().get(model_type)
     return None if family is None else family.pp_refused

@@ -337,7 +337,7 @@ def splits_backward(name: str) -> bool:
 
 
 def accepts(name: str, ranks: int, virtual_stages: int, microbatches: int) -> bool:
-    """Whether the schedule is defined for these numbers; a run should not use all of them, see `refusal`."""
+    """Whether the schedule is defined for these numbers; a run should not use all of them, see `schedule_problem`."""
     first, last = _RECIPES[name].stages
     return first <= virtual_stages <= last and microbatches >= 1 and _RECIPES[name].takes(ranks, microbatches)
 
@@ -349,12 +349,12 @@ def next_accepted(name: str, ranks: int, virtual_stages: int, at_least: int) -> 
 
 def _check(name: str, ranks: int, virtual_stages: int, microbatches: int) -> None:
     if not accepts(name, ranks, virtual_stages, microbatches):
-        reason = refusal(name, ranks, virtual_stages, microbatches)
+        reason = schedule_problem(name, ranks, virtual_stages, microbatches)
         assert reason is not None
         raise ConfigError(*reason)
 
 
-def refusal(name: str, ranks: int, virtual_stages: int, microbatches: int) -> tuple[str, str, str] | None:
+def schedule_problem(name: str, ranks: int, virtual_stages: int, microbatches: int) -> tuple[str, str, str] | None:
     """Why a run cannot have these numbers: what was found, the rule, and what to set; None: it can.
 
     Args:

@@ -48,7 +48,7 @@ def working_sizes(units: Iterable[Unit]) -> list[int]:
     return [size for size in range(1, most + 1) if most % size == 0 and all(unit.allows(size) for unit in units)]
 
 
-def refusal(tp: int, units: Iterable[Unit]) -> tuple[str, str, str] | None:
+def tp_size_problem(tp: int, units: Iterable[Unit]) -> tuple[str, str, str] | None:
     """The three parts of an error about a size that does not divide a model; None: it does.
 
     Args:

@@ -27,7 +27,7 @@ _NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
 @dataclass(frozen=True)
-class Shares:
+class TensorShards:
     """How a plan deals out a checkpoint.
 
     Args:
@@ -45,7 +45,7 @@ class Shares:
         return any(self._style(name) is not None for name, tensor in tensors if not self._is_vocabulary(tensor))
 
     @property
-    def cuts_anything(self) -> bool:
+    def shards_anything(self) -> bool:
         """Whether any tensor of the checkpoint is cut."""
         return any(True for _ in self._planned())
 

@@ -63,7 +63,7 @@ from ds_trainer.models.weight_source import ModuleWeights, WeightSource
 from ds_trainer.optim import hand_over, make_optimizer
 from ds_trainer.parallel.model_split import ModelSplit
 from ds_trainer.parallel.pipeline.cut import cut_model
-from ds_trainer.parallel.pipeline.deferred_linear import put_off_weight_gradients
+from ds_trainer.parallel.pipeline.deferred_linear import enable_deferred_weight_gradients
 from ds_trainer.parallel.pipeline.stages import StagedModel
 from ds_trainer.parallel.pipeline.trace_model import refusal
 from ds_trainer.parallel.tensor.local_weights import LocalWeights
@@ -71,7 +71,7 @@ from ds_trainer.parallel.tensor.parallelize import split_model
 from ds_trainer.parallel.tensor.vocab_parallel_head import make_cross_entropy
 from ds_trainer.parallel.tied_parameters import StageParameters
 from ds_trainer.planning.checkpoint_spec import ModelSpec, read_spec
-from ds_trainer.planning.pp_costs import FACTS, ModelParts, Ranges
+from ds_trainer.planning.pp_costs import FACTS, ModelParts, StageRanges
 from ds_trainer.planning.pp_schedules import splits_backward, stages_of
 from ds_trainer.run_folder import claimed
 from ds_trainer.trainer.eval_samples import prompts_to_continue
@@ -205,12 +205,12 @@ def _cut_up(
     mesh.monitor.runs_stages(own, num_stages(parallel))
     if parallel.pp == 1:
         return None, split
-    ranges = resolved.stages or _deal_out_layers(model, resolved, given, shapes, positions)
+    ranges = resolved.stages or _assign_layers(model, resolved, given, shapes, positions)
     owners = {stage: rank for rank in range(parallel.pp) for stage in stages_of(*layout, rank)}
     staged = cut_model(model, ranges, own, owners.__getitem__)
     _require_trained(trained, staged, parallel.pp)
     if splits_backward(parallel.schedule):
-        put_off_weight_gradients(model)
+        enable_deferred_weight_gradients(model)
     stages = StageParameters(shapes, staged.owners, staged.copies, grid.pp_rank, mesh.pp_group, mesh.pp_host_group)
     return staged, replace(split, stages=stages)
 
@@ -225,13 +225,13 @@ def _require_trained(trained: Iterable[str], staged: StagedModel, num_ranks: int
         )
 
 
-def _deal_out_layers(
+def _assign_layers(
     model: Any,
     resolved: ResolvedConfig,
     given: Provenance,
     shapes: Mapping[str, tuple[int, ...]],
     positions: int | None,
-) -> Ranges:
+) -> StageRanges:
     """The layers of every stage of a model whose checkpoint has not told them."""
     text = model.config.get_text_config(decoder=True) if isinstance(model, PreTrainedModel) else None
     parts = ModelParts(shapes, {name: getattr(text, name) for name in FACTS if hasattr(text, name)})

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 
-from ds_trainer.models.extra_tp_plans import OWN_PLANS
+from ds_trainer.models.extra_tp_plans import EXTRA_TP_PLANS
 from ds_trainer.planning.checkpoint_spec import families
 from tests.matrix.compare import Outcome, compare_all
 from tests.matrix.page import Matrix
@@ -40,7 +40,7 @@ def _row(name: str, outcomes: tuple[Outcome, ...]) -> str:
 
 
 def _origin(name: str) -> str:
-    own, plan = OWN_PLANS.get(name, {}), families()[name].tp_plan
+    own, plan = EXTRA_TP_PLANS.get(name, {}), families()[name].tp_plan
     if not own:
         return "transformers"
     return "ds_trainer" if len(own) == len(plan) else "both"

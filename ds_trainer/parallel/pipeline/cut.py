@@ -14,14 +14,14 @@ from transformers import PreTrainedModel
 
 from ds_trainer.errors import ModelError
 from ds_trainer.models.pretrained import is_causal_lm
-from ds_trainer.parallel.patching import stock_class
-from ds_trainer.parallel.pipeline.stages import Ranges, StagedModel, cut_stages
+from ds_trainer.parallel.patching import original_class
+from ds_trainer.parallel.pipeline.stages import StagedModel, StageRanges, cut_stages
 from ds_trainer.parallel.pipeline.trace_model import refusal
 from ds_trainer.parallel.pipeline.verify_cut import proven
 
 
 def cut_model(
-    model: nn.Module, ranges: Ranges, own_stages: Sequence[int], owner_of: Callable[[int], int]
+    model: nn.Module, ranges: StageRanges, own_stages: Sequence[int], owner_of: Callable[[int], int]
 ) -> StagedModel:
     """Cuts a model in place into this rank's stages; needs no process group.
 
@@ -52,7 +52,7 @@ def cut_model(
             "set layerdrop to 0 in the checkpoint's config.json, or parallel.pp to 1",
         )
     config_class: Any = type(model.config)
-    seen = proven(stock_class(model), config_class)
+    seen = proven(original_class(model), config_class)
     depth = len(model.get_submodule(seen.plan.layers))  # type: ignore[arg-type]
     if ranges[-1][1] != depth:
         raise ModelError(

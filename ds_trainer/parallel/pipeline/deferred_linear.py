@@ -14,12 +14,12 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from transformers.pytorch_utils import Conv1D
 
-from ds_trainer.parallel.deferred_weight_grads import gradient_of
-from ds_trainer.parallel.patching import derive
+from ds_trainer.parallel.deferred_weight_grads import gradient_or_defer
+from ds_trainer.parallel.patching import mix_in
 from ds_trainer.parallel.tensor.linear import RowParallelLinear
 
 
-def put_off_weight_gradients(model: nn.Module) -> None:
+def enable_deferred_weight_gradients(model: nn.Module) -> None:
     """Lets a model's linear layers put off their weights' gradients where a backward pass asks for that.
 
     A layer whose class has a `forward` of its own is left as it is. Column layers, of which several are one node of the
@@ -28,7 +28,7 @@ def put_off_weight_gradients(model: nn.Module) -> None:
     for module in model.modules():
         behaviour = _IN_TWO.get(type(module).forward)
         if behaviour is not None:
-            derive(module, behaviour)
+            mix_in(module, behaviour)
 
 
 class _Linear(nn.Linear):
@@ -90,9 +90,9 @@ class _LinearFunction(torch.autograd.Function):
         if needs_weight:
             x_NI = x.reshape(-1, x.shape[-1])
             factors = (x_NI, grad_ND) if ctx.transposed else (grad_ND, x_NI)
-            of_weight = gradient_of(ctx.leaves[0], partial(_product, *factors))
+            of_weight = gradient_or_defer(ctx.leaves[0], partial(_product, *factors))
         if needs_bias:
-            of_bias = gradient_of(ctx.leaves[1], partial(torch.sum, grad_ND, 0))
+            of_bias = gradient_or_defer(ctx.leaves[1], partial(torch.sum, grad_ND, 0))
         return None, None, of_x, of_weight, of_bias
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_trainer.parallel.patching import stock_class
+from ds_trainer.parallel.patching import original_class
 from ds_trainer.parallel.pipeline.stage_context import Passage
 from ds_trainer.parallel.tensor.sequence_shard import mapped
 
@@ -43,7 +43,7 @@ class Blank(nn.Module):
         assert hidden_BtH is not None, "the first stage has what comes before the layers"
         args, kwargs = mapped((args, kwargs), lambda x: x.to("meta"))
         # Not what tensor parallelism has put before its class: that communicates.
-        outputs = stock_class(self._absent).forward(self._absent, *args, **kwargs)  # type: ignore[attr-defined]
+        outputs = original_class(self._absent).forward(self._absent, *args, **kwargs)  # type: ignore[attr-defined]
         return mapped(outputs, lambda x: _zeros_like(x, hidden_BtH))
 
     def __getattr__(self, name: str) -> Any:

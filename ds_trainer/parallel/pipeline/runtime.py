@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from ds_trainer.parallel.deferred_weight_grads import WeightGradients, weights_later
+from ds_trainer.parallel.deferred_weight_grads import DeferredGradients, defer_weight_gradients
 from ds_trainer.parallel.pipeline.hidden_formats import Formats
 from ds_trainer.parallel.pipeline.messages import Operation, Receive, Send, with_messages
 from ds_trainer.parallel.pipeline.p2p import Transport
@@ -98,7 +98,7 @@ class _Run:
         self._made: dict[tuple[str, int, int], torch.Tensor] = {}
         """What passes of this rank made for others, by what it is, the stage that reads it, and the micro-batch."""
         self._forwarded: dict[tuple[int, int], _Forwarded] = {}
-        self._later: dict[tuple[int, int], WeightGradients] = {}
+        self._later: dict[tuple[int, int], DeferredGradients] = {}
 
     def do(self, operation: Operation) -> None:
         """One pass, or the beginning of one message."""
@@ -129,7 +129,7 @@ class _Run:
             case Kind.BACKWARD:
                 self._backward(stage, microbatch)
             case Kind.INPUT:
-                with weights_later() as later:
+                with defer_weight_gradients() as later:
                     self._backward(stage, microbatch)
                 self._later[stage, microbatch] = later
             case Kind.WEIGHT:

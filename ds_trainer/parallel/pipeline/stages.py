@@ -20,14 +20,14 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ds_trainer.models.blocks import has_parameters
-from ds_trainer.parallel.patching import derive
+from ds_trainer.parallel.patching import mix_in
 from ds_trainer.parallel.pipeline.placeholder import Blank
 from ds_trainer.parallel.pipeline.stage_context import Passage, Running, StageDone
 from ds_trainer.parallel.pipeline.stage_layers import StageLayers
 from ds_trainer.parallel.pipeline.trace_model import Observation, refusal
 from ds_trainer.parallel.tensor.sequence import stack_of
 
-Ranges = Sequence[tuple[int, int]]
+StageRanges = Sequence[tuple[int, int]]
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class StagedModel:
 
 
 def cut_stages(
-    model: PreTrainedModel, seen: Observation, ranges: Ranges, own: Sequence[int], owner_of: Callable[[int], int]
+    model: PreTrainedModel, seen: Observation, ranges: StageRanges, own: Sequence[int], owner_of: Callable[[int], int]
 ) -> StagedModel:
     """Cuts a model of a class that has been observed; see `ds_trainer.parallel.pipeline.cut.cut_model`."""
     layers: Any = model.get_submodule(seen.plan.layers)
@@ -84,7 +84,7 @@ def cut_stages(
             for parent, attribute in places:
                 setattr(parent, attribute, Blank(unit.module, passage, copies))
     StageLayers.cut(layers, {number for stage in own for number in range(*ranges[stage])}, passage, seen.outputs)
-    derive(model, _Staged)
+    mix_in(model, _Staged)
     model.pipeline_stages = _Stages(passage, tuple(ranges), spare)  # type: ignore[assignment]
     return staged
 
@@ -106,7 +106,7 @@ class _Unit:
     is_layer: bool
 
 
-def _units(model: PreTrainedModel, seen: Observation, ranges: Ranges) -> list[_Unit]:
+def _units(model: PreTrainedModel, seen: Observation, ranges: StageRanges) -> list[_Unit]:
     """All of a model's units, in its order."""
     plan = seen.plan
     stages = {f"{plan.layers}.{i}": stage for stage, bounds in enumerate(ranges) for i in range(*bounds)}
@@ -167,7 +167,7 @@ class _Stages:
         spare: Where this rank has modules before the layers, and what is in their place while a later stage runs.
     """
 
-    def __init__(self, passage: Passage, ranges: Ranges, spare: list[tuple[nn.Module, str, Blank]]) -> None:
+    def __init__(self, passage: Passage, ranges: StageRanges, spare: list[tuple[nn.Module, str, Blank]]) -> None:
         self._passage, self._ranges, self._spare = passage, ranges, spare
 
     @contextmanager

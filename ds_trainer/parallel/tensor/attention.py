@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ds_trainer.layout import TensorSharding
-from ds_trainer.parallel.patching import derive
+from ds_trainer.parallel.patching import mix_in
 from ds_trainer.planning.tp_divisibility import Unit
 
 _HEADS = ("num_heads", "num_attention_heads", "num_attn_heads", "n_heads", "n_head")
@@ -137,7 +137,7 @@ def localize(module: nn.Module, heads: Heads, group: dist.ProcessGroup) -> None:
             setattr(module, name, local.number // local.kv)
         elif name in _WIDTHS and value in widths:
             setattr(module, name, widths[value])
-    derive(module, _LocalHeads)
+    mix_in(module, _LocalHeads)
     module.all_heads, module.heads_group = heads.number, group  # type: ignore[assignment]
 
 

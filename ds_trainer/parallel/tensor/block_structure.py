@@ -19,11 +19,11 @@ def final_norm(owner: nn.Module, layers: nn.ModuleList) -> nn.Module | None:
     return after[0] if len(after) == 1 and _is_norm(after[0]) else None
 
 
-def called(module: nn.Module) -> Iterator[nn.Module]:
+def called_modules(module: nn.Module) -> Iterator[nn.Module]:
     """The modules that a module calls: its children, those of lists in their stead."""
     for child in module.children():
         if isinstance(child, nn.ModuleList | nn.ModuleDict):
-            yield from called(child)
+            yield from called_modules(child)
         else:
             yield child
 
@@ -35,7 +35,7 @@ def is_pointwise(module: nn.Module) -> bool:
     return type(module).__module__ in _POINTWISE and not list(module.parameters())
 
 
-def exit_of(region: nn.Module, splitter: Splitter) -> RowParallelLinear | None:
+def closing_row_layer(region: nn.Module, splitter: Splitter) -> RowParallelLinear | None:
     """The row layer in which a region ends: its own, nothing else in it sums over the tensor group.
 
     Parameters of the region itself that are whole may be used behind it, on all positions or on some.

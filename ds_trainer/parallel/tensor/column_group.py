@@ -16,9 +16,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from ds_trainer.parallel.deferred_weight_grads import gradient_of, weights_are_put_off
+from ds_trainer.parallel.deferred_weight_grads import gradient_or_defer, is_deferring
 from ds_trainer.parallel.tensor.collectives import Started, start_all_gather, start_all_reduce, start_reduce_scatter
-from ds_trainer.parallel.tensor.replicated_shards import Copies
+from ds_trainer.parallel.tensor.replicated_shards import ReplicatedShards
 
 
 class ColumnLayer(Protocol):
@@ -26,8 +26,8 @@ class ColumnLayer(Protocol):
 
     column_group: ColumnGroup
     transposed: bool
-    weight_copies: Copies | None
-    bias_copies: Copies | None
+    weight_replicas: ReplicatedShards | None
+    bias_replicas: ReplicatedShards | None
 
     @property
     def weight(self) -> torch.Tensor:
@@ -154,7 +154,7 @@ class _Columns(torch.autograd.Function):
         read = _Read(read, ctx.length if ctx.gathers_again else None, ctx.group)
         # What is started first is on its way while the input's gradient is computed, that while the weights' are.
         reducing = None
-        if any(needs_parameter[::2]) and not weights_are_put_off():
+        if any(needs_parameter[::2]) and not is_deferring():
             read.start()
         if needs_input:
             reducing = _start_sum(_partial(grads, _rows_per_output(ctx.layers, weights)), ctx.length, ctx.group)
@@ -225,17 +225,17 @@ def _of_layer(
     if grad_BTD is None:
         return None, None
     grad_ND = grad_BTD.flatten(0, -2)
-    weight = gradient_of(layer.weight, partial(_of_weight, layer, grad_ND, read, group)) if needs_weight else None
-    bias = gradient_of(layer.bias, partial(_of_bias, layer, grad_ND, group)) if needs_bias else None
+    weight = gradient_or_defer(layer.weight, partial(_of_weight, layer, grad_ND, read, group)) if needs_weight else None
+    bias = gradient_or_defer(layer.bias, partial(_of_bias, layer, grad_ND, group)) if needs_bias else None
     return weight, bias
 
 
 def _of_weight(layer: ColumnLayer, grad_ND: torch.Tensor, read: _Read, group: dist.ProcessGroup) -> torch.Tensor:
     x_NH = read.wait().flatten(0, -2)
     of_weight = x_NH.t() @ grad_ND if layer.transposed else grad_ND.t() @ x_NH
-    return of_weight if layer.weight_copies is None else layer.weight_copies.sum(of_weight, group)
+    return of_weight if layer.weight_replicas is None else layer.weight_replicas.sum(of_weight, group)
 
 
 def _of_bias(layer: ColumnLayer, grad_ND: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     of_bias = grad_ND.sum(0)
-    return of_bias if layer.bias_copies is None else layer.bias_copies.sum(of_bias, group)
+    return of_bias if layer.bias_replicas is None else layer.bias_replicas.sum(of_bias, group)

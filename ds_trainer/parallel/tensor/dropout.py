@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ds_trainer.parallel.patching import derive
+from ds_trainer.parallel.patching import mix_in
 from ds_trainer.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
 
 
@@ -70,7 +70,7 @@ class Stream:
             self._outside = None
 
 
-def own_masks_between_layers(model: nn.Module, group: dist.ProcessGroup) -> None:
+def draw_masks_per_rank(model: nn.Module, group: dist.ProcessGroup) -> None:
     """Gives each tensor rank masks of its own for what lies between its column and row layers.
 
     Args:
@@ -81,7 +81,7 @@ def own_masks_between_layers(model: nn.Module, group: dist.ProcessGroup) -> None
         if not any(isinstance(child, ColumnParallelLinear) for child in module.children()):
             continue
         masks = _Masks(group)
-        derive(module, _OwnMasks)
+        mix_in(module, _OwnMasks)
         module.masks = masks  # type: ignore[assignment]
         for child in module.children():
             if isinstance(child, ColumnParallelLinear):

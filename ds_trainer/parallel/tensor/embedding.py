@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ds_trainer.layout import TensorSharding
-from ds_trainer.parallel.patching import derive
+from ds_trainer.parallel.patching import mix_in
 from ds_trainer.parallel.tensor.collectives import reduce_from_group
 
 
@@ -56,7 +56,7 @@ def make_vocab_parallel(module: nn.Embedding, sharding: TensorSharding, group: d
         sharding: How its weight is cut: by rows, each rank's one after the other.
         group: Tensor ranks.
     """
-    derive(module, VocabParallelEmbedding)
+    mix_in(module, VocabParallelEmbedding)
     first = group.rank() * sharding.length
     module.__dict__ |= {"group": group, "first": first, "num_embeddings": sharding.length}
     if module.padding_idx is not None:  # Its row gets no gradient, on the rank that has it.

@@ -18,7 +18,7 @@ from torch import nn
 
 from ds_trainer.errors import ModelError
 from ds_trainer.layout import TensorSharding
-from ds_trainer.parallel.patching import derive
+from ds_trainer.parallel.patching import mix_in
 from ds_trainer.parallel.tensor.collectives import copy_to_group, gather_last_dim, reduce_from_group, sum_gradient
 from ds_trainer.parallel.tensor.splitter import Splitter
 from ds_trainer.planning.tp_divisibility import Unit
@@ -89,7 +89,7 @@ def moe_tp_experts(splitter: Splitter, name: str, target: nn.Module | nn.Paramet
     """Sums the outputs of a module whose parameters, each by a style of its own, are cut along its width."""
     if not isinstance(target, nn.Module):
         raise _misfit(name, target, "moe_tp_experts")
-    derive(target, _PartialSums)
+    mix_in(target, _PartialSums)
     target.sum_group, target.output_biases = splitter.group, ()  # type: ignore[assignment]
 
 
@@ -106,7 +106,7 @@ def moe_identity_expert(splitter: Splitter, name: str, target: nn.Module | nn.Pa
     """Lets an expert without parameters give its share of what the experts' module sums."""
     if not isinstance(target, nn.Module):
         raise _misfit(name, target, "moe_identity_expert")
-    derive(target, _SharedOutput)
+    mix_in(target, _SharedOutput)
     target.sum_group = splitter.group  # type: ignore[assignment]
 
 
@@ -115,7 +115,7 @@ def mla_kv_a_proj(splitter: Splitter, name: str, target: nn.Module | nn.Paramete
     rotary_dim = getattr(splitter.config, "qk_rope_head_dim", None)
     if not isinstance(target, nn.Linear) or rotary_dim is None:
         raise _misfit(name, target, "mla_kv_a_proj")
-    derive(target, _SharedRotaryKeys)
+    mix_in(target, _SharedRotaryKeys)
     target.heads_group, target.rotary_dim = splitter.group, rotary_dim  # type: ignore[assignment]
 
 
@@ -126,7 +126,7 @@ def embedding_colwise(splitter: Splitter, name: str, target: nn.Module | nn.Para
     shape = tuple(target.weight.shape)
     splitter.units.append(Unit(f"width of {generic(name)}", shape[1]))
     splitter.shard_parameter(target, "weight", TensorSharding.even(shape, 1, splitter.size))
-    derive(target, _GatheredVectors)
+    mix_in(target, _GatheredVectors)
     target.columns_group = splitter.group  # type: ignore[assignment]
 
 

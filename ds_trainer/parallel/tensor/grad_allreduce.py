@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from ds_trainer.parallel.patching import derive
+from ds_trainer.parallel.patching import mix_in
 from ds_trainer.parallel.tensor.collectives import sum_gradient
 
 
@@ -64,5 +64,5 @@ def sum_partial_gradients(module: nn.Module, group: dist.ProcessGroup) -> None:
         group: The tensor group.
     """
     if not isinstance(module, PartialGradients):
-        derive(module, PartialGradients)
+        mix_in(module, PartialGradients)
     module.partial_gradient_group = group  # type: ignore[assignment]

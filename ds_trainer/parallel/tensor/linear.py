@@ -23,7 +23,7 @@ from ds_trainer.parallel.tensor.collectives import (
     sum_gradient,
 )
 from ds_trainer.parallel.tensor.column_group import ColumnGroup
-from ds_trainer.parallel.tensor.replicated_shards import Copies
+from ds_trainer.parallel.tensor.replicated_shards import ReplicatedShards
 
 
 def column_bias_sharding(sharding: TensorSharding) -> TensorSharding:
@@ -66,14 +66,14 @@ class ColumnParallelLinear(ParallelLinear):
     Attributes:
         gather_output: Whether the ranks' outputs are joined: in the order of the whole layer's, without padding.
         column_group: Layers that are computed together with this one.
-        weight_copies: What of the weight other ranks hold too.
-        bias_copies: What of the bias other ranks hold too.
+        weight_replicas: What of the weight other ranks hold too.
+        bias_replicas: What of the bias other ranks hold too.
     """
 
     gather_output: bool
     column_group: ColumnGroup
-    weight_copies: Copies | None
-    bias_copies: Copies | None
+    weight_replicas: ReplicatedShards | None
+    bias_replicas: ReplicatedShards | None
 
     @classmethod
     def from_module(cls, module: nn.Module, sharding: TensorSharding, group: dist.ProcessGroup) -> Self:
@@ -88,7 +88,9 @@ class ColumnParallelLinear(ParallelLinear):
         bias_sharding = column_bias_sharding(sharding)
         layer.register_parameter("bias", _like(module.bias, bias_sharding.local_shape))
         layer.gather_output = False
-        layer.weight_copies, layer.bias_copies = (Copies.of(c, group.rank()) for c in (sharding, bias_sharding))
+        layer.weight_replicas, layer.bias_replicas = (
+            ReplicatedShards.of(c, group.rank()) for c in (sharding, bias_sharding)
+        )
         ColumnGroup([layer], group)
         return layer
 

@@ -15,10 +15,10 @@ from ds_trainer.errors import ModelError
 from ds_trainer.log import get_logger
 from ds_trainer.parallel.model_split import ModelSplit
 from ds_trainer.parallel.tensor.column_group import ColumnGroup
-from ds_trainer.parallel.tensor.dropout import has_dropout, own_masks_between_layers
+from ds_trainer.parallel.tensor.dropout import draw_masks_per_rank, has_dropout
 from ds_trainer.parallel.tensor.linear import ColumnParallelLinear
-from ds_trainer.parallel.tensor.plan_checks import check_own_plan, check_tied, tell_misfits_of_first_forward
-from ds_trainer.parallel.tensor.sequence import cut_sequences
+from ds_trainer.parallel.tensor.plan_checks import check_tied, check_user_plan, report_misfits_of_first_forward
+from ds_trainer.parallel.tensor.sequence import shard_sequences
 from ds_trainer.parallel.tensor.splitter import Splitter
 from ds_trainer.parallel.tensor.styles import STYLES, embedding_rowwise
 from ds_trainer.planning.checkpoint_spec import families
@@ -54,14 +54,14 @@ def split_model(model: nn.Module, config: ParallelConfig, mesh: Mesh) -> ModelSp
     _group_columns(model, splitter, config.keep_gathered_input)
     dropout = has_dropout(model)
     if dropout:
-        own_masks_between_layers(model, mesh.tp_group)
+        draw_masks_per_rank(model, mesh.tp_group)
     if config.sequence_parallel:
-        cut_sequences(splitter, own_masks=dropout)
+        shard_sequences(splitter, own_masks=dropout)
     shardings = splitter.shardings()
     split = ModelSplit(shardings, mesh.grid.tp_rank, mesh.tp_host_group, _whole_modules(model, shardings))
     _tell(split, model)
     if plan.override:
-        tell_misfits_of_first_forward(model, plan)
+        report_misfits_of_first_forward(model, plan)
         get_logger().warning(
             "parallel.tp_plan has entries: whether a plan of your own computes what the model does is not proven; "
             "hold the losses of a few steps against a run with parallel.tp = 1"
@@ -115,7 +115,7 @@ def _apply(plan: TensorPlan, splitter: Splitter) -> None:
             "set parallel.tp to 1, or give a plan in parallel.tp_plan that cuts layers, with names such as "
             f"{', '.join(_examples(splitter.model))}",
         )
-    check_own_plan(plan, targets, splitter.model)
+    check_user_plan(plan, targets, splitter.model)
 
 
 def _apply_style(plan: TensorPlan, splitter: Splitter, name: str, style: str, target: Any) -> None:

@@ -63,7 +63,7 @@ def check_tied(plan: TensorPlan, model: Any) -> None:
         )
 
 
-def check_own_plan(plan: TensorPlan, targets: Mapping[str, nn.Module | nn.Parameter], model: Any) -> None:
+def check_user_plan(plan: TensorPlan, targets: Mapping[str, nn.Module | nn.Parameter], model: Any) -> None:
     """Refuses entries of the config's plan that would make the model compute something else.
 
     Args:
@@ -194,7 +194,7 @@ def _given(plan: TensorPlan, name: str) -> str:
     return "no style" if style is None else f"style {style} (plan of the model's type)"
 
 
-def tell_misfits_of_first_forward(model: nn.Module, plan: TensorPlan) -> None:
+def report_misfits_of_first_forward(model: nn.Module, plan: TensorPlan) -> None:
     """Until a forward pass has succeeded, layers whose shapes do not fit raise an error that names the plan.
 
     Args:

@@ -13,11 +13,11 @@ from ds_trainer.parallel.tensor.collectives import start_all_reduce
 
 
 @dataclass(frozen=True)
-class Copies:
+class ReplicatedShards:
     """Where a rank's copies lie: each rank that holds one finds a part of its gradient, and all must take the sum.
 
     Example:
-        2 KV heads of width 8 on 4 ranks: rank 2 holds the second one, `Copies(0, ((0, 8, 8),), 16)`.
+        2 KV heads of width 8 on 4 ranks: rank 2 holds the second one, `ReplicatedShards(0, ((0, 8, 8),), 16)`.
 
     Args:
         dim: Dimension that is cut.
@@ -31,7 +31,7 @@ class Copies:
     length: int
 
     @classmethod
-    def of(cls, sharding: TensorSharding, rank: int) -> Copies | None:
+    def of(cls, sharding: TensorSharding, rank: int) -> ReplicatedShards | None:
         """The copies of a cut on a rank; None: every rank holds what no other does."""
         bounds = sorted({bound for ranges in sharding.ranges for pair in ranges for bound in pair})
         slots, length = {}, 0

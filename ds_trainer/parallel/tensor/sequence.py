@@ -26,8 +26,8 @@ from torch import nn
 
 from ds_trainer.errors import ModelError
 from ds_trainer.models.blocks import block_lists, has_parameters, map_hidden_states
-from ds_trainer.parallel.patching import derive
-from ds_trainer.parallel.tensor.block_structure import called, exit_of, final_norm, is_pointwise
+from ds_trainer.parallel.patching import mix_in
+from ds_trainer.parallel.tensor.block_structure import called_modules, closing_row_layer, final_norm, is_pointwise
 from ds_trainer.parallel.tensor.collectives import scatter_sequence
 from ds_trainer.parallel.tensor.dropout import draw_seed
 from ds_trainer.parallel.tensor.grad_allreduce import PartialGradients, summed_gradients
@@ -38,7 +38,7 @@ from ds_trainer.parallel.tensor.splitter import Splitter
 _CUT = "sequence_cut"
 
 
-def cut_sequences(splitter: Splitter, own_masks: bool) -> None:
+def shard_sequences(splitter: Splitter, own_masks: bool) -> None:
     """Lets every stack of blocks of a split model work on cut sequences.
 
     A sequence of no more positions than ranks, such as a token that is generated, stays whole.
@@ -240,7 +240,7 @@ class _Stack:
 
     def _prepare(self, block: nn.Module, splitter: Splitter) -> None:
         self._derive(block, _Block)
-        for child in called(block):
+        for child in called_modules(block):
             if isinstance(child, ColumnParallelLinear):
                 self._derive(child, _ColumnOfBlock)
             elif isinstance(child, RowParallelLinear):
@@ -250,7 +250,7 @@ class _Stack:
             else:
                 self._derive(child, _Region)
                 region: Any = child
-                if (row := exit_of(child, splitter)) is not None:
+                if (row := closing_row_layer(child, splitter)) is not None:
                     row.register_forward_pre_hook(self._choose_output, prepend=True)  # Random masks go by it.
                     for part in child.children():  # Its own parameters, such as sinks, are used on all positions.
                         self._sum_gradients_in(part)
@@ -271,7 +271,7 @@ class _Stack:
 
     def _derive(self, module: Any, behaviour: type) -> None:
         if not isinstance(module, behaviour):
-            derive(module, behaviour)
+            mix_in(module, behaviour)
             module.stack = self
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from ds_trainer.errors import ModelError
 from ds_trainer.layout import TensorSharding
 from ds_trainer.parallel.tensor.attention import Heads, localize
-from ds_trainer.planning.tp_divisibility import Unit, refusal
+from ds_trainer.planning.tp_divisibility import Unit, tp_size_problem
 
 
 class Splitter:
@@ -117,7 +117,7 @@ class Splitter:
         Raises:
             ModelError: The size of the group does not divide what was dealt out; with the sizes that work.
         """
-        if text := refusal(self.size, self.units):
+        if text := tp_size_problem(self.size, self.units):
             raise ModelError(*text)
         for module, heads in self._heads.items():
             localize(module, heads, self.group)

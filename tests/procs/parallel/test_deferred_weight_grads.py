@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ds_trainer.parallel.deferred_weight_grads import weights_later
-from ds_trainer.parallel.pipeline.deferred_linear import put_off_weight_gradients
+from ds_trainer.parallel.deferred_weight_grads import defer_weight_gradients
+from ds_trainer.parallel.pipeline.deferred_linear import enable_deferred_weight_gradients
 from ds_trainer.parallel.tensor.collectives import scatter_sequence
 from tests.helpers.column_blocks import BLOCKS, B, H, T, gathered, make, split
 from tests.helpers.threads import Communication
@@ -17,7 +17,7 @@ def gradients(kind, sequence_parallel, in_two):
     """Of the input and the weights of a block; what the two passes have sent; which weights the first one left."""
     group = dist.group.WORLD
     block = split(make(kind), group, sequence_parallel)
-    put_off_weight_gradients(block)
+    enable_deferred_weight_gradients(block)
     x, grad = (torch.randn(B, T, H, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2))
     shard, given = gathered(x, group) if sequence_parallel else [x.requires_grad_()] * 2
     y = block(given)
@@ -27,7 +27,7 @@ def gradients(kind, sequence_parallel, in_two):
         if not in_two:
             y.backward(grad)
             return [shard.grad, *(weight.grad for weight in block.parameters())], sent.calls, None, None
-        with weights_later() as later:
+        with defer_weight_gradients() as later:
             y.backward(grad)
         left = [weight.grad is None for weight in block.parameters()]
         at_first = sent.since_last()

@@ -22,9 +22,9 @@ from ds_trainer.host.preflight import host_parts
 from ds_trainer.interop.torch.snippet import ddp_snippet, fsdp2_snippet
 from ds_trainer.launch.rank_grid import Grid
 from ds_trainer.planning.checkpoint_spec import read_spec
-from ds_trainer.planning.tp_divisibility import Unit, refusal, working_sizes
+from ds_trainer.planning.tp_divisibility import Unit, tp_size_problem, working_sizes
 from ds_trainer.planning.tp_plan import plan_for
-from ds_trainer.planning.tp_shards import Shares
+from ds_trainer.planning.tp_shards import TensorShards
 from tests.helpers.deepspeed_reads import accept
 
 GPUS = Machine(8, "cuda", ("fp32", "bf16", "fp16"), "Ampere")
@@ -84,12 +84,12 @@ def test_a_size_works_where_every_number_divides_and_heads_that_are_fewer_repeat
     assert working_sizes([heads, kv_heads, Unit("features", 32)]) == [1, 2, 4]
     assert [kv_heads.per_rank(tp) for tp in (1, 2, 4)] == [2, 1, 1]
     assert [kv_heads.copies(tp) for tp in (1, 2, 4)] == [1, 1, 2]
-    assert refusal(4, [heads, kv_heads]) is None
+    assert tp_size_problem(4, [heads, kv_heads]) is None
 
 
 def test_a_refusal_names_each_number_once_and_the_sizes_that_work_for_all():
     units = [Unit("outputs of up", 10), Unit("attention heads", 6), Unit("inputs of down", 10), Unit("columns", 8)]
-    found, _, change = refusal(4, units)
+    found, _, change = tp_size_problem(4, units)
     assert found == "parallel.tp is 4, and the model has 10 outputs of up, 6 attention heads"
     assert change.endswith(": 1, 2")
 
@@ -213,8 +213,8 @@ def test_a_type_without_a_plan_is_refused_unless_the_config_brings_one(checkpoin
     (error,) = faults({"tp": 2}, spec=spec)
     assert "no plan for model type 'bert'" in error.found and "set parallel.tp_plan" in error.change
     own = {"*.q_proj": "colwise", "*.[kv]_proj": "colwise", "*.o_proj": "rowwise"}
-    shares = shares_of(load_config({"parallel": {"tp": 2, "tp_plan": own}})[0], spec)
-    assert [unit.name for unit in shares.units()] == ["attention heads", "KV heads"]
+    shards = shares_of(load_config({"parallel": {"tp": 2, "tp_plan": own}})[0], spec)
+    assert [unit.name for unit in shards.units()] == ["attention heads", "KV heads"]
     run({"tp": 2, "tp_plan": own}, spec=spec)
 
 
@@ -260,18 +260,18 @@ def test_what_is_told_from_headers_is_what_the_split_makes(tmp_path, kind):
 
     cls, config_class = causal_lm_classes(kind)
     cls(small_configs(config_class)[0]).save_pretrained(tmp_path)
-    shares = Shares(read_spec(str(tmp_path)), plan_for(kind))
+    shards = TensorShards(read_spec(str(tmp_path)), plan_for(kind))
     for tp in (2, 3, 4, 8):
         model = cls(small_configs(config_class)[0])
         mesh = SimpleNamespace(tp_group=OneOf(tp), grid=Grid(tp, tp_size=tp))
         mesh.tp_host_group = mesh.tp_group
-        if refused := refusal(tp, shares.units()):
+        if refused := tp_size_problem(tp, shards.units()):
             with pytest.raises(ModelError) as caught:
                 split_model(model, ParallelConfig(tp=tp), mesh)
             assert caught.value.change == refused[2]
         else:
             split_model(model, ParallelConfig(tp=tp), mesh)
-            assert shares.elements(tp)[0] == sum(parameter.numel() for parameter in model.parameters())
+            assert shards.elements(tp)[0] == sum(parameter.numel() for parameter in model.parameters())
 
 
 def test_show_prints_heads_widths_and_vocabulary_per_rank(checkpoint, capsys, monkeypatch, tmp_path):
@@ -336,7 +336,7 @@ def test_a_translation_for_what_cannot_cut_layers_says_so(capsys, tmp_path):
 
 
 def test_where_one_size_works_it_alone_is_named():
-    assert refusal(2, [Unit("attention heads", 9), Unit("features", 5)])[2] == "set parallel.tp to 1"
+    assert tp_size_problem(2, [Unit("attention heads", 9), Unit("features", 5)])[2] == "set parallel.tp to 1"
     assert faults({"tp": 2}, Machine(1))[0].change == "set parallel.tp to 1, or start a multiple of 2 ranks"
     (error,) = faults({"engine": "fsdp2", "dp_replicate": 2}, Machine(1))
     assert error.change.startswith("set parallel.dp_replicate to 1, and")

@@ -10,8 +10,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
-from ds_trainer.parallel.deferred_weight_grads import weights_later
-from ds_trainer.parallel.pipeline.deferred_linear import put_off_weight_gradients
+from ds_trainer.parallel.deferred_weight_grads import defer_weight_gradients
+from ds_trainer.parallel.pipeline.deferred_linear import enable_deferred_weight_gradients
 
 HIDDEN = 6
 
@@ -60,11 +60,11 @@ def stages(dtype=torch.float64):
     torch.manual_seed(0)
     whole = Stage().to(dtype)
     in_two = copy.deepcopy(whole)
-    put_off_weight_gradients(in_two)
+    enable_deferred_weight_gradients(in_two)
     return whole, in_two
 
 
-def put_off(stage):
+def defer(stage):
     """Names of the parameters of which a backward pass that may put them off leaves no gradient."""
     return {name for name, parameter in stage.named_parameters() if parameter.grad is None and parameter.requires_grad}
 
@@ -82,14 +82,14 @@ def test_gradients_over_micro_batches_equal_those_of_whole_backward_passes(recom
         x = torch.randn(2, 3 + seed, HIDDEN, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
         ours, theirs = (x.clone().requires_grad_(needs_input) for _ in range(2))
         whole(theirs, recompute).square().sum().backward()
-        with weights_later() as of_weights:
+        with defer_weight_gradients() as of_weights:
             in_two(ours, recompute).square().sum().backward()
         assert not needs_input or torch.equal(ours.grad, theirs.grad)
         later.append(of_weights)
-    assert put_off(in_two) == PUT_OFF | {"unused.weight", "unused.bias"}
+    assert defer(in_two) == PUT_OFF | {"unused.weight", "unused.bias"}
     for of_weights in later:
         of_weights.accumulate()
-    assert put_off(in_two) == {"unused.weight", "unused.bias"}
+    assert defer(in_two) == {"unused.weight", "unused.bias"}
     for name, parameter in whole.named_parameters():
         own = in_two.get_parameter(name).grad
         assert (own is None) == (parameter.grad is None), name
@@ -110,14 +110,14 @@ def test_outside_of_such_a_pass_nothing_is_put_off():
 @pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "autocast"])
 def test_layers_compute_what_they_did(layer, autocast):
     whole, in_two = copy.deepcopy(layer), copy.deepcopy(layer)
-    put_off_weight_gradients(in_two)
+    enable_deferred_weight_gradients(in_two)
     x = torch.randn(2, 3, HIDDEN)
     results = []
     for each in (whole, in_two):
         own = x.clone().requires_grad_()
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             y = each(own)
-        with weights_later() as later:
+        with defer_weight_gradients() as later:
             y.float().square().sum().backward()
         later.accumulate()
         results.append([y, own.grad, *(parameter.grad for parameter in each.parameters())])
@@ -127,10 +127,10 @@ def test_layers_compute_what_they_did(layer, autocast):
 
 def test_hooks_of_a_weight_run_when_its_gradient_is_there():
     layer = nn.Linear(HIDDEN, HIDDEN)
-    put_off_weight_gradients(layer)
+    enable_deferred_weight_gradients(layer)
     seen = []
     layer.weight.register_post_accumulate_grad_hook(lambda weight: seen.append(weight.grad))
-    with weights_later() as later:
+    with defer_weight_gradients() as later:
         layer(torch.ones(1, HIDDEN)).sum().backward()
     assert seen == [None]  # torch runs them also where no gradient has come.
     later.accumulate()
@@ -139,7 +139,7 @@ def test_hooks_of_a_weight_run_when_its_gradient_is_there():
 
 def test_between_the_two_passes_only_inputs_and_gradients_of_linear_layers_are_kept():
     layers = nn.Sequential(nn.Linear(HIDDEN, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, HIDDEN), nn.Tanh(), nn.Softmax(-1))
-    put_off_weight_gradients(layers)
+    enable_deferred_weight_gradients(layers)
     kept = []
 
     class Kept:
@@ -152,7 +152,7 @@ def test_between_the_two_passes_only_inputs_and_gradients_of_linear_layers_are_k
     loss = y.square().sum()
     del y
     assert all(ref() is not None for ref in kept)
-    with weights_later():
+    with defer_weight_gradients():
         loss.backward()
     del loss
     assert not any(ref() is not None for ref in kept), "the graph is gone; two inputs and two gradients are held"
@@ -164,14 +164,14 @@ def test_a_layer_with_a_forward_of_its_own_is_left_alone():
             return 2 * F.linear(x, self.weight, self.bias)
 
     layer = Scaled(HIDDEN, HIDDEN)
-    put_off_weight_gradients(layer)
+    enable_deferred_weight_gradients(layer)
     assert type(layer) is Scaled
 
 
 def test_a_pass_that_fails_does_not_put_off_those_after_it():
     layer = nn.Linear(HIDDEN, HIDDEN)
-    put_off_weight_gradients(layer)
-    with pytest.raises(RuntimeError, match="scalar"), weights_later():
+    enable_deferred_weight_gradients(layer)
+    with pytest.raises(RuntimeError, match="scalar"), defer_weight_gradients():
         layer(torch.ones(1, HIDDEN)).backward()
     layer(torch.ones(1, HIDDEN)).sum().backward()
     assert layer.weight.grad.any()

@@ -3,7 +3,7 @@
 import pytest
 
 from ds_trainer.planning.checkpoint_spec import families
-from ds_trainer.planning.pp_plan import StagePlan, stage_plan, stage_refusal
+from ds_trainer.planning.pp_plan import StagePlan, pp_unsupported_reason, stage_plan
 
 PLANS = {name: plan for name in families() if (plan := stage_plan(name)) is not None}
 
@@ -12,16 +12,20 @@ def test_a_plan_names_what_lies_around_the_layers():
     assert stage_plan("gpt2") == StagePlan(
         "transformer.h", ("transformer.wte", "transformer.wpe"), ("transformer.ln_f", "lm_head")
     )
-    assert stage_refusal("gpt2") is None
+    assert pp_unsupported_reason("gpt2") is None
 
 
 def test_a_type_that_cannot_be_cut_has_a_reason_and_an_unknown_one_has_none():
-    assert (stage_plan("cpmant"), stage_plan("no_such_type"), stage_refusal("no_such_type")) == (None, None, None)
-    assert "more that has a gradient than hidden states" in stage_refusal("cpmant")
+    assert (stage_plan("cpmant"), stage_plan("no_such_type"), pp_unsupported_reason("no_such_type")) == (
+        None,
+        None,
+        None,
+    )
+    assert "more that has a gradient than hidden states" in pp_unsupported_reason("cpmant")
 
 
 def test_every_type_has_either_a_plan_or_a_reason_why_not():
-    assert all((stage_plan(name) is None) != (stage_refusal(name) is None) for name in families())
+    assert all((stage_plan(name) is None) != (pp_unsupported_reason(name) is None) for name in families())
 
 
 def test_plans_reach_most_model_types():

@@ -19,7 +19,7 @@ from ds_trainer.planning.pp_schedules import (
     forward_only,
     make_schedule,
     next_accepted,
-    refusal,
+    schedule_problem,
     splits_backward,
     stages_of,
 )
@@ -191,7 +191,7 @@ def test_an_evaluation_runs_forward_passes_of_any_number_of_micro_batches_where_
     ],
 )
 def test_a_refusal_names_the_numbers_that_work(case, change):
-    reason = refusal(*case)
+    reason = schedule_problem(*case)
     assert reason is not None
     assert change in reason[2]
 
@@ -201,9 +201,9 @@ def test_the_numbers_that_a_refusal_names_are_accepted():
         for ranks in (2, 3, 4, 7):
             virtual_stages = default_virtual_stages(name)
             for microbatches in range(1, 40):
-                if reason := refusal(name, ranks, virtual_stages, microbatches):
+                if reason := schedule_problem(name, ranks, virtual_stages, microbatches):
                     for number in map(int, re.findall(r"\d+", reason[2])):
-                        assert refusal(name, ranks, virtual_stages, number) is None
+                        assert schedule_problem(name, ranks, virtual_stages, number) is None
 
 
 def test_what_a_schedule_does_not_take_raises_the_refusal():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ds_trainer.planning.pp_schedules import NAMES, Kind, default_virtual_stages, make_schedule, refusal
+from ds_trainer.planning.pp_schedules import NAMES, Kind, default_virtual_stages, make_schedule, schedule_problem
 from ds_trainer.planning.pp_timeline import Timeline, simulate
 
 
@@ -68,7 +68,7 @@ def test_as_many_micro_batches_are_in_flight_as_each_schedule_promises(ranks, mi
         most = min((3 * ranks - 1) / 2, microbatches)
         assert max(timeline("interleaved_1f1b", ranks, microbatches).peak_microbatches) == most
     for name, most in (("interleaved_zero_bubble", ranks), ("zbv", ranks), ("dualpipev", ranks + 0.5)):
-        if refusal(name, ranks, 2, microbatches) is None:
+        if schedule_problem(name, ranks, 2, microbatches) is None:
             assert max(timeline(name, ranks, microbatches).peak_microbatches) <= most
 
 

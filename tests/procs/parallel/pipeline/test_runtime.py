@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ds_trainer.errors import DataError, ModelError
-from ds_trainer.parallel.pipeline.deferred_linear import put_off_weight_gradients
+from ds_trainer.parallel.pipeline.deferred_linear import enable_deferred_weight_gradients
 from ds_trainer.parallel.pipeline.runtime import PipelineRuntime
 from ds_trainer.planning.pp_schedules import forward_only, make_schedule, stages_of
 from ds_trainer.planning.pp_timeline import simulate
@@ -99,7 +99,7 @@ def two_runs(name, microbatches, hidden=(HIDDEN,)):
     own = stages_of(name, ranks, chunks, rank)
     stages, expected = make_stages(ranks * chunks, hidden), make_stages(ranks * chunks, hidden)
     for stage in stages:
-        put_off_weight_gradients(stage)
+        enable_deferred_weight_gradients(stage)
     runtime, schedule = make_runtime(), make_schedule(name, ranks, chunks, microbatches)
     errors = []
     for seed in range(2):

@@ -487,7 +487,7 @@ def test_a_plan_of_ones_own_is_warned_of(caplog):
         assert caplog.text.count("not proven") == warnings
 
 
-OWN_PLANS = [
+EXTRA_TP_PLANS = [
     {"model.layers.*.mlp.*": "replicate"},
     {"model.layers.0.self_attn.*": "replicate"},
     {"model.embed_tokens": "replicate"},
@@ -498,7 +498,7 @@ OWN_PLANS = [
 
 
 def test_plans_of_ones_own_that_fit_give_loss_and_gradients_of_one_process(world):
-    cases = [("llama", (11, 9), {"tp_plan": plan, **way}) for plan in OWN_PLANS for way in ({}, SEQUENCE)]
+    cases = [("llama", (11, 9), {"tp_plan": plan, **way}) for plan in EXTRA_TP_PLANS for way in ({}, SEQUENCE)]
     cases.append(("tied llama", (11,), {"tp_plan": {"model.embed_tokens": "replicate", "lm_head": "replicate"}}))
     cases.append(("qwen3", (11,), {"tp_plan": {"model.layers.*.self_attn.*": "replicate"}}))
     for results in world(compare_many, 2, *cases):

@@ -8,7 +8,7 @@ from transformers.pytorch_utils import Conv1D
 from ds_trainer.layout import TensorSharding
 from ds_trainer.parallel.tensor.collectives import gather_sequence, scatter_sequence
 from ds_trainer.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear, column_bias_sharding
-from ds_trainer.parallel.tensor.replicated_shards import Copies
+from ds_trainer.parallel.tensor.replicated_shards import ReplicatedShards
 from tests.helpers.threads import Communication, fill, local_part, on_threads
 
 B, T, IN, D = 2, 5, 12, 24
@@ -87,7 +87,7 @@ def test_a_column_layer_is_its_part_of_the_whole_layer(name, kind, dtype, size):
 def test_copies_stay_equal_to_the_bit_for_one_more_sum(monkeypatch):
     dense, communication = make_dense("linear"), Communication(monkeypatch)
     sharding = column_sharding("repeated", dense, 4)
-    assert Copies.of(sharding, 2) == Copies(0, ((0, D // 2, D // 2),), D)
+    assert ReplicatedShards.of(sharding, 2) == ReplicatedShards(0, ((0, D // 2, D // 2),), D)
     grads = [random(B, T, sharding.length, seed=10 + rank) for rank in range(4)]
     ranks = on_threads(column_on_rank, 4, dense, sharding, random(B, T, IN, seed=5), grads)
     for gradient in (2, 3):
