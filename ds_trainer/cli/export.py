@@ -21,7 +21,7 @@ from ds_trainer.log import get_logger
 from ds_trainer.models.build import build_model
 from ds_trainer.models.hub import resolve_folder
 from ds_trainer.models.load_weights import fill_buffers
-from ds_trainer.models.pretrained import load_tokenizer
+from ds_trainer.models.tokenizer import load_tokenizer
 from ds_trainer.models.weight_source import WeightSource
 from ds_trainer.planning.checkpoint_spec import read_spec
 

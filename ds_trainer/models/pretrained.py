@@ -8,14 +8,13 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 from transformers.models.auto.auto_factory import _BaseAutoModelClass
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ds_trainer.config.input_sections import ModelConfig
 from ds_trainer.errors import ConfigError, ModelError
 from ds_trainer.models.activation_checkpointing import enable_activation_checkpointing
-from ds_trainer.models.hub import resolve_folder
 from ds_trainer.models.skeleton import skeleton
 from ds_trainer.planning.checkpoint_spec import quantized_error
 
@@ -75,23 +74,6 @@ def set_use_cache(config: Any, value: bool) -> None:
     for part in (config, config.get_text_config()):
         if hasattr(part, "use_cache"):
             part.use_cache = value
-
-
-def load_tokenizer(model_config: ModelConfig, folder: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of the run: `model.tokenizer`, or the checkpoint's own.
-
-    Raises:
-        ModelError: There is none that transformers can read.
-    """
-    source = folder if model_config.tokenizer is None else resolve_folder(model_config.tokenizer)
-    try:
-        return AutoTokenizer.from_pretrained(source, trust_remote_code=model_config.trust_remote_code)
-    except (OSError, ValueError, ImportError, KeyError) as error:
-        raise ModelError(
-            f"{source} holds no tokenizer that transformers can read: {str(error).strip().splitlines()[0]}",
-            "text is cut into tokens by the checkpoint's tokenizer, or by the one that model.tokenizer names",
-            "set model.tokenizer to a folder or hub id with a tokenizer",
-        ) from error
 
 
 def is_causal_lm(model: torch.nn.Module) -> bool:

@@ -16,7 +16,7 @@ from ds_trainer.log import get_logger, warn_once
 NVME_MINIMUM = "DeepSpeed leaves sub-groups and partitions under 1 MiB per rank in memory"
 
 
-def check_asked_is_got(resolved: ResolvedConfig, engine: Engine, mesh: Mesh) -> EngineFacts:
+def verify_setup(resolved: ResolvedConfig, engine: Engine, mesh: Mesh) -> EngineFacts:
     """Measures the engine on every rank, compares it with the config, and prints a few lines.
 
     Comm: one gather of each rank's facts.

@@ -201,7 +201,7 @@ def stale_lock(folder):
 
 def no_tokenizer_on_rank_1(folder):
     if os.environ["RANK"] == "1":
-        setup.load_tokenizer = refuse
+        setup.find_tokenizer = refuse
 
 
 def refuse(*args):

@@ -17,8 +17,9 @@ from ds_trainer.layout import TensorSlice
 from ds_trainer.models import checkpoint_weights, conversions
 from ds_trainer.models.checkpoint_weights import CheckpointWeights
 from ds_trainer.models.load_weights import load_full
-from ds_trainer.models.pretrained import build_skeleton, is_causal_lm, load_tokenizer, prepare_for_training
+from ds_trainer.models.pretrained import build_skeleton, is_causal_lm, prepare_for_training
 from ds_trainer.models.resize import resize_embeddings_to_fit
+from ds_trainer.models.tokenizer import load_tokenizer
 from tests.helpers.checkpoints import KINDS, edit_config, make_checkpoint, make_model
 from tests.helpers.rss import rss_anon_peak
 from tests.helpers.tokenizers import make_tokenizer
