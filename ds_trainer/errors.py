@@ -20,7 +20,7 @@ class DsTrainerError(Exception):
 
     exit_code = 1
     is_reported = False
-    """Whether its text has been written already."""
+    """Whether its text has been written."""
 
     def __init__(self, found: str, rule: str, change: str) -> None:
         self.found, self.rule, self.change = found, rule, change
@@ -31,15 +31,15 @@ class DsTrainerError(Exception):
 
 
 class RankFailedError(DsTrainerError):
-    """Another rank died, stuck or never came; printed without a traceback by one rank, exit code 1."""
+    """Another rank died, is stuck or never came; one rank prints it without a traceback, exit code 1."""
 
 
 class UserError(DsTrainerError):
-    """A fault that the user can mend: printed without a traceback, exit code 2."""
+    """A fault that the user can fix: printed without a traceback, exit code 2."""
 
     exit_code = 2
     on_all_ranks = False
-    """True once every rank raises this same error, so that one voice is enough."""
+    """Whether every rank raises this same error, so that one per node prints it."""
 
 
 class DesyncError(UserError):
@@ -98,7 +98,7 @@ class CheckpointError(UserError):
 
 
 class EngineError(UserError):
-    """What the engine set up is not what the config asked for."""
+    """What the engine set up is not what the config sets."""
 
 
 class NonFiniteError(UserError):
@@ -109,7 +109,7 @@ class NonFiniteError(UserError):
 def exit_on_user_error(debug: bool = False) -> Iterator[None]:
     """Turns an error of this package into its text on stderr and its exit code: 2 for a `UserError`, else 1.
 
-    Where all ranks raise the same it is printed once per node.
+    An error that all ranks raise is printed once per node.
 
     Args:
         debug: Let the traceback through instead.
@@ -124,13 +124,13 @@ def exit_on_user_error(debug: bool = False) -> Iterator[None]:
 
 
 def one_of(choices: Iterable[object]) -> str:
-    """Choices for the end of `set KEY to`: the only one, or `one of` several."""
+    """Choices as text after `set KEY to`: the only one, or `one of` several."""
     texts = [str(choice) for choice in choices]
     return texts[0] if len(texts) == 1 else f"one of {', '.join(texts)}"
 
 
 def report_error(error: DsTrainerError) -> None:
-    """Writes an error's text to stderr, once; where all ranks raise the same, on the first of each node only."""
+    """Writes an error's text to stderr, once; if all ranks raise it, only on the first rank of each node."""
     same_everywhere = isinstance(error, ConfigError) or (isinstance(error, UserError) and error.on_all_ranks)
     if not error.is_reported and (not same_everywhere or local_rank() == 0):
         notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", []))

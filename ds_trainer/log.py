@@ -1,4 +1,4 @@
-"""A logger that speaks once per run, from rank 0, and knows its rank from the launcher's variables alone."""
+"""A logger that writes on rank 0 only; it reads its rank from the launcher's variables."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ def _first_of(*names: str) -> int:
 
 
 class _RankFilter(logging.Filter):
-    """Lets rank 0 speak at every level and other ranks from ERROR up."""
+    """Passes all records of rank 0, and those of other ranks from ERROR up."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """True when this record is to be written by this rank."""
+        """Whether this rank writes this record."""
         return rank() == 0 or record.levelno >= logging.ERROR or getattr(record, "all_ranks", False)
 
 
 class _StderrHandler(logging.StreamHandler):
-    """Writes to what `sys.stderr` is at the time: notebooks and tests replace it."""
+    """Writes to the current `sys.stderr`, which notebooks and tests replace."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
@@ -62,7 +62,7 @@ def get_logger(name: str = "ds_trainer") -> logging.Logger:
 
 
 def warn_once(message: str) -> None:
-    """Warns about one thing once per run."""
+    """Logs a warning, each text once per run."""
     if message not in _seen:
         _seen.add(message)
         get_logger().warning("warning: %s", message)

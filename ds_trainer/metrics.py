@@ -81,7 +81,7 @@ def to_line(metrics: StepMetrics | EvalMetrics) -> dict[str, Any]:
 
 
 def from_line(line: dict[str, Any]) -> StepMetrics | EvalMetrics:
-    """What `to_line` was given."""
+    """The metrics that `to_line` was given."""
     if "eval_loss" not in line:
         return StepMetrics(**line)
     values: dict[str, Any] = {key: math.nan if value is None else value for key, value in line.items()}
@@ -92,7 +92,7 @@ def from_line(line: dict[str, Any]) -> StepMetrics | EvalMetrics:
 class WindowMean:
     """Gathers the steps of one logging window.
 
-    The loss is weighted by label tokens: in a mean of the steps' means a short step would say as much as a long one.
+    The loss is weighted by label tokens: in a mean of the steps' means a short step would weigh as much as a long one.
 
     Example:
         >>> window = WindowMean()
@@ -110,7 +110,7 @@ class WindowMean:
         self._loss_sum = self._step_s = self._input_wait_s = 0.0
 
     def state_dict(self) -> dict[str, float]:
-        """The sums so far: a checkpoint in the middle of a window takes them along."""
+        """The sums so far, for a checkpoint in the middle of a window."""
         return dict(vars(self))
 
     def load_state_dict(self, state: dict[str, float]) -> None:
@@ -165,24 +165,24 @@ class WindowMean:
 
 
 class MetricsWriter:
-    """Writes a run's metrics as JSON lines, each one handed to the system before the next step begins.
+    """Writes a run's metrics as JSON lines, each passed to the operating system before the next step begins.
 
     Args:
         path: File to write; one left by an earlier run is replaced.
-        history: Lines to begin with: those of a run that goes on.
+        history: Metrics to begin with, of a run that is resumed.
     """
 
     def __init__(self, path: Path, history: Iterable[StepMetrics | EvalMetrics] = ()) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_text(path, "".join(map(_as_text, history)))
-        # Unbuffered: what a full disk did not take must not wait for a later line, or for the end.
+        # Unbuffered: a full disk has to show at this line, not at a later one or at the end.
         self._file = path.open("ab", buffering=0)
 
     def write(self, metrics: StepMetrics | EvalMetrics) -> None:
         """Appends one line.
 
         Raises:
-            OSError: The disk did not take all of it.
+            OSError: The disk is full.
         """
         line = _as_text(metrics).encode()
         if self._file.write(line) < len(line):

@@ -1,4 +1,4 @@
-"""Pictures of a run, drawn from its `metrics.jsonl`. Pure; matplotlib is imported when something is drawn."""
+"""Plots of a run, drawn from its `metrics.jsonl`. Pure; matplotlib is imported when something is drawn."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ PANELS: dict[str, Callable[[dict[str, Any]], float | None]] = {
     "waiting for input (% of a step)": lambda line: 100 * line["input_wait_s"] / line["step_s"],
 }
 LONG = 200
-"""Points from which on a curve is drawn thin, and the loss with its running mean."""
+"""A curve of at least so many points is drawn thin, and the loss with its running mean."""
 
 
 def plot_run(metrics_path: Path, out_dir: Path) -> list[Path]:
-    """Draws the loss, and the rest of a run's numbers, by optimizer step.
+    """Draws the loss and the other metrics of a run by optimizer step.
 
     Args:
         metrics_path: The run's `metrics.jsonl`.
@@ -120,13 +120,13 @@ def training_figure(lines: list[dict[str, Any]]) -> Figure:
 
 
 def _series(lines: list[dict[str, Any]], read: Callable[[dict], float | None]) -> tuple[list[int], list[float]]:
-    """Steps and values of the lines in which there is a value; a null leaves no point."""
+    """Steps and values of the lines that have a value; a null gives no point."""
     points = [(line["step"], value) for line in lines if (value := read(line)) is not None]
     return [step for step, _ in points], [value for _, value in points]
 
 
 def _draw(axes: Axes, steps: list[int], values: list[float], **style: Any) -> None:
-    """Draws a curve, with dots where it is too short to be one."""
+    """Draws a curve; a single value as a dot."""
     if len(steps) == 1:
         style.setdefault("marker", "o")
     if len(steps) >= LONG:

@@ -20,7 +20,7 @@ _LOCK = ".in_use"
 
 @contextmanager
 def claimed(folder: Path) -> Iterator[None]:
-    """Holds the folder for this process; the kernel frees it when the process ends, however it ends.
+    """Locks the folder for this process; the kernel frees the lock when the process ends, however it ends.
 
     Raises:
         MachineError: Another run holds it.
@@ -43,7 +43,7 @@ def claimed(folder: Path) -> Iterator[None]:
 
 
 def set_aside_earlier_run(folder: Path) -> None:
-    """Keeps an earlier run's lines under the next free number, and says what this run will replace."""
+    """Renames an earlier run's metrics to the next free number, and logs what this run will replace."""
     files = [folder / name for name in (METRICS, GENERATIONS)]
     number = next(n for n in count(1) if not any(_numbered(file, n).exists() for file in files))
     for file in files:

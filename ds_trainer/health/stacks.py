@@ -1,4 +1,4 @@
-"""What a thread is doing, read off its stack from another thread. Pure."""
+"""What a thread is doing, read from its stack by another thread. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from types import FrameType
 
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 _LIBRARIES = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib"))
-# A thread that stands still in these waits for other ranks. Autograd: DDP's gradients are waited for inside backward.
+# A thread that stands still in one of these waits for other ranks. Autograd: backward waits for DDP's gradients.
 _WAITS = tuple(f"{os.sep}{name}{os.sep}" for name in ("torch/distributed", "torch/autograd", "deepspeed"))
 _OWN_WAITS = os.path.join(_PACKAGE, "parallel", "pipeline", "")
 _DEBUGGERS = ("bdb.py", "pdb.py")
@@ -25,15 +25,15 @@ def frame_of(thread_id: int) -> FrameType:
     """The innermost frame of a thread, or of the main thread once that one has ended."""
     frames = sys._current_frames()
     try:
-        # At the interpreter's end none of them has one; then this very frame does.
+        # At the interpreter's end none of them has a frame; then this function's own frame serves.
         return frames.get(thread_id) or frames.get(threading.main_thread().ident or 0) or sys._getframe()
     finally:
-        # This call's own frame is among them and holds them: a circle, and every thread's tensors with it.
+        # This function's own frame is among them and refers to them: a cycle that would keep every thread's tensors.
         frames.clear()
 
 
 def waits_for_ranks(frame: FrameType) -> bool:
-    """Whether a thread that stands still at `frame` does so in a collective."""
+    """Whether a thread that stands still at `frame` is inside a collective."""
     name = frame.f_code.co_filename
     if name.startswith(_PACKAGE):
         return name.startswith(_OWN_WAITS)
@@ -41,12 +41,12 @@ def waits_for_ranks(frame: FrameType) -> bool:
 
 
 def is_debugged(frame: FrameType) -> bool:
-    """Whether a person looks at this thread through a debugger."""
+    """Whether this thread is being debugged."""
     return any(os.path.basename(f.f_code.co_filename) in _DEBUGGERS for f in _outwards(frame))
 
 
 def call_site(frame: FrameType) -> str:
-    """`file:line` of the innermost code outside of this package: who called into it."""
+    """`file:line` of the innermost code outside of this package, which called into it."""
     return _place(_innermost(frame, lambda name: not name.startswith(_PACKAGE) and name != contextlib.__file__))
 
 

@@ -1,1 +1,1 @@
-"""Who this process is among the ranks: environment, SLURM, rank arithmetic, signals. Pure."""
+"""This process's rank: launchers' variables, SLURM, rank arithmetic, signals. Pure."""

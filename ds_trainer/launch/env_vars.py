@@ -9,7 +9,7 @@ from ds_trainer.launch.rank_grid import Grid
 
 
 def number(environ: Mapping[str, str], name: str) -> int:
-    """Value of a variable that is set.
+    """A variable that is set, as a number.
 
     Raises:
         MachineError: It is not a whole number.
@@ -19,7 +19,7 @@ def number(environ: Mapping[str, str], name: str) -> int:
     except ValueError:
         raise MachineError(
             f"{name}={environ[name]} is not a number",
-            "a launcher writes ranks and their numbers as whole numbers",
+            "launchers set ranks and their number as whole numbers",
             f"start with a launcher, or set {name} to a number",
         ) from None
 
@@ -28,7 +28,7 @@ def require(environ: Mapping[str, str], names: Sequence[str], launcher: str) -> 
     """Checks that all of a launcher's variables are set.
 
     Raises:
-        MachineError: Some are missing; names them and those that are set.
+        MachineError: Some are missing; the text names them and those that are set.
     """
     if missing := [name for name in names if not environ.get(name)]:
         raise MachineError(
@@ -40,15 +40,15 @@ def require(environ: Mapping[str, str], names: Sequence[str], launcher: str) -> 
 
 
 def grid_of(environ: Mapping[str, str], names: tuple[str, str, str], local_world: tuple[str, int]) -> Grid:
-    """The place that variables describe.
+    """This process's coordinates according to a launcher's variables.
 
     Args:
         environ: The environment.
-        names: Variables of the number of ranks, the rank and the local rank.
-        local_world: Number of ranks on this node, and where it comes from.
+        names: Names of the variables of the number of ranks, the rank and the local rank.
+        local_world: Source of the number of ranks on this node, and the number.
 
     Raises:
-        MachineError: They are not numbers, or contradict one another.
+        MachineError: Variables are not numbers, or contradict one another.
     """
     world, rank, local_rank = (number(environ, name) for name in names)
     source, on_node = local_world

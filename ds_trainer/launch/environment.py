@@ -1,7 +1,7 @@
-"""Where this process is among the ranks, from the variables of whoever started it. Pure.
+"""This process's coordinates among the ranks, from its launcher's variables. Pure.
 
-torchrun, deepspeed, accelerate launch and `ds-trainer train --nproc` set RANK and its like; mpirun sets OMPI_*, srun
-SLURM_*. One of the first may run inside one of the last, so RANK is asked first.
+torchrun, deepspeed, accelerate launch and `ds-trainer train --nproc` set RANK and similar variables; mpirun sets
+OMPI_*, srun SLURM_*. A launcher of the first kind may run inside one of the last two, so RANK is read first.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _OPENMPI = ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOC
 
 @dataclass(frozen=True)
 class Launch:
-    """What a launcher said.
+    """What a launcher's variables say.
 
     Args:
-        grid: This process's place.
-        address: Host of rank 0; None in a world of one process, which meets nobody.
-        port: Port that rank 0 listens at; None likewise.
+        grid: This process's coordinates.
+        address: Host of rank 0; None in a world of one process.
+        port: Port that rank 0 listens at; None in a world of one process.
     """
 
     grid: Grid = Grid()
@@ -37,8 +37,8 @@ class Launch:
 
     @property
     def variables(self) -> dict[str, str]:
-        """The same in the names that torch, DeepSpeed and the logger read."""
-        said = {
+        """Variables under the names that torch, DeepSpeed and the logger read."""
+        values = {
             "RANK": str(self.grid.rank),
             "WORLD_SIZE": str(self.grid.world),
             "LOCAL_RANK": str(self.grid.local_rank),
@@ -46,11 +46,11 @@ class Launch:
             "MASTER_ADDR": self.address,
             "MASTER_PORT": self.port,
         }
-        return {name: value for name, value in said.items() if value is not None}
+        return {name: value for name, value in values.items() if value is not None}
 
 
 def grid_from_environment(environ: MutableMapping[str, str] = os.environ) -> Grid:
-    """Reads the launcher's variables, and writes them in the names that torch, DeepSpeed and the logger read.
+    """Reads the launcher's variables, and sets those that torch, DeepSpeed and the logger read.
 
     Raises:
         MachineError: See `read_launch`.
@@ -61,10 +61,11 @@ def grid_from_environment(environ: MutableMapping[str, str] = os.environ) -> Gri
 
 
 def read_launch(environ: Mapping[str, str]) -> Launch:
-    """Reads the variables of torchrun and its like, of mpirun, or of srun; a plain process has none of them.
+    """Reads the variables of torchrun and similar launchers, of mpirun, or of srun; a plain process has none.
 
     Raises:
-        MachineError: Variables are missing, are no numbers, contradict one another, or tell of ranks nobody started.
+        MachineError: Variables are missing, are not numbers, contradict one another, or count ranks that no launcher
+            started.
     """
     if "RANK" not in environ:
         if launch := _from_openmpi(environ) or _from_slurm(environ):
@@ -75,10 +76,10 @@ def read_launch(environ: Mapping[str, str]) -> Launch:
 
 
 def check_local_rank(argument: int | None, environ: Mapping[str, str] = os.environ) -> None:
-    """Checks the argument `--local_rank`, which some launchers add to a script's own; -1 is their word for none.
+    """Checks the argument `--local_rank`, which some launchers add to a script's own arguments; -1 means none.
 
     Raises:
-        MachineError: It is not what the variables say.
+        MachineError: It differs from the variables.
     """
     if argument in (None, -1):
         return
@@ -116,21 +117,21 @@ def _from_slurm(environ: Mapping[str, str]) -> Launch | None:
 
 
 def _grid(environ: Mapping[str, str], names: tuple[str, str, str], local_world: tuple[str, ...]) -> Grid:
-    """All ranks are on this node where none of `local_world` says otherwise."""
+    """Coordinates from these variables; all ranks are on this node if no variable of `local_world` is set."""
     source = next((name for name in local_world if environ.get(name)), names[0])
     return grid_of(environ, names, (source, number(environ, source)))
 
 
 def _at(environ: Mapping[str, str], grid: Grid, host: str | None, port: str) -> Launch:
-    """A launch by somebody who names neither rank 0's host nor its port as `env://` wants them."""
+    """A launch by mpirun or srun, which set neither MASTER_ADDR nor MASTER_PORT."""
     if grid.world == 1:
         return Launch(grid)
-    # On one node no name has to be resolved, which containers often cannot do for their own.
+    # On one node the address needs no name resolution: containers often cannot resolve their own name.
     address = environ.get("MASTER_ADDR") or ("127.0.0.1" if grid.local_world == grid.world else host)
     if address is None:
         raise MachineError(
             f"{grid.world} ranks, {grid.local_world} of them on this node, and MASTER_ADDR is not set",
-            "ranks on several nodes meet at rank 0's host, which mpirun does not name",
+            "ranks on several nodes connect to rank 0's host, which mpirun does not name",
             f"name it: mpirun -x MASTER_ADDR=HOST -x MASTER_PORT={DEFAULT_PORT} ...",
         )
     return _checked_port(Launch(grid, address, environ.get("MASTER_PORT") or port))
@@ -153,11 +154,11 @@ def _check_world_size(environ: Mapping[str, str], grid: Grid) -> None:
 
 
 def _check_accelerate(environ: Mapping[str, str]) -> None:
-    """`accelerate launch --cpu --num_processes 2` starts one process, and names a host for it to meet others at."""
+    """`accelerate launch --cpu --num_processes 2` starts one process, yet sets a host for several."""
     if "ACCELERATE_MIXED_PRECISION" in environ and "MASTER_ADDR" in environ and "WORLD_SIZE" not in environ:
         raise MachineError(
             f"accelerate launch sets {shown(environ, _MASTER)} but not RANK and WORLD_SIZE",
-            "with --cpu or use_cpu it starts one process, however many are asked for",
+            "with --cpu or use_cpu it starts one process, whatever --num_processes says",
             "start with accelerate launch --multi_gpu --num_processes N, which starts N on CPUs too, or with "
             "ds-trainer train --nproc N; for one process unset MASTER_ADDR",
         )

@@ -1,7 +1,7 @@
-"""`ds-trainer train --nproc N`: starts the ranks of this machine and ends as they end.
+"""`ds-trainer train --nproc N`: starts the ranks of this machine and returns their exit code.
 
-torchrun is not used for it: it turns every exit code into 1, writes a trace of its own after the last words of a rank,
-and kills 30 s after a signal, which a checkpoint can outlast.
+It does not use torchrun, which turns every exit code into 1, writes its own trace after a rank's error, and kills the
+ranks 30 s after a signal, when they may still be saving a checkpoint.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ds_trainer.log import get_logger
 
 _POLL_S = 0.1
 _GRACE_S = 20.0
-"""Once a rank has failed, the others notice within seconds, unless they have not met it yet."""
+"""Once a rank has failed, the others notice within seconds, unless they have not joined it yet."""
 
 
 def run_ranks(command: Sequence[str], nproc: int, environ: Mapping[str, str] = os.environ) -> int:
@@ -35,7 +35,7 @@ def run_ranks(command: Sequence[str], nproc: int, environ: Mapping[str, str] = o
     Args:
         command: The command line of a rank.
         nproc: Number of ranks.
-        environ: Environment of the ranks, to which their places are added.
+        environ: Environment of the ranks, to which their coordinates are added.
 
     Returns:
         0, or the exit code of the first rank that failed; 128 + N where signal N killed it.
@@ -51,8 +51,8 @@ def run_ranks(command: Sequence[str], nproc: int, environ: Mapping[str, str] = o
         for rank in ranks:
             rank.send_signal(number)
 
-    heard = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, forward) for number in heard}
+    handled = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, forward) for number in handled}
     try:
         for number in range(nproc):
             launch = Launch(Grid(nproc, number, number, nproc), "127.0.0.1", port)
@@ -65,12 +65,12 @@ def run_ranks(command: Sequence[str], nproc: int, environ: Mapping[str, str] = o
 
 
 def _wait(ranks: list[subprocess.Popen]) -> int:
-    """Waits for all ranks; kills those that stay behind one that failed, unless the run was stopped in good order."""
+    """Waits for all ranks; kills those that outlive a failed one, unless the run was stopped in good order."""
     code, deadline = 0, float("inf")
     while any([rank.poll() is None for rank in ranks]):
         if not code and (code := _first_failure(ranks)) not in (0, EXIT_CODE):
             deadline = time.monotonic() + _GRACE_S
-            _tell_of_signal(ranks)
+            _log_signals(ranks)
         if time.monotonic() > deadline:
             left = [number for number, rank in enumerate(ranks) if rank.returncode is None]
             get_logger().error("ranks %s did not end within %.0f s after another one failed: killed", left, _GRACE_S)
@@ -81,8 +81,8 @@ def _wait(ranks: list[subprocess.Popen]) -> int:
     return code or _first_failure(ranks)
 
 
-def _tell_of_signal(ranks: list[subprocess.Popen]) -> None:
-    """Says which rank was killed: such a one has no words of its own."""
+def _log_signals(ranks: list[subprocess.Popen]) -> None:
+    """Logs which ranks a signal killed: they could not report it themselves."""
     for number, rank in enumerate(ranks):
         if (rank.returncode or 0) < 0:
             name = signal.Signals(-rank.returncode).name

@@ -1,7 +1,7 @@
 """Signals that ask a run to stop: noted at once, acted on by all ranks together at the next boundary.
 
-A signal may reach one rank only, at any moment, inside a collective too. So its handler does nothing but take a note;
-the consensus of all ranks carries the note, and every rank then saves one checkpoint and exits with `EXIT_CODE`.
+A signal may reach only one rank, at any moment, even inside a collective. So its handler only notes the request; the
+next consensus of all ranks spreads it, and every rank then saves one checkpoint and exits with `EXIT_CODE`.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from ds_trainer.log import get_logger
 from ds_trainer.processes import has_ended
 
 EXIT_CODE = 75
-"""EX_TEMPFAIL of sysexits.h: try again later. A scheduler that restarts the run on it goes on from the checkpoint."""
+"""EX_TEMPFAIL of sysexits.h: try again later. A scheduler can restart the run on it, which resumes."""
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 _LAUNCHERS = ("deepspeed", "torchrun", "torch.distributed.run", "accelerate", "--nproc")
-_IMPATIENCE_S = 1.0
+_SECOND_INTERRUPT_S = 1.0
 """Launchers send SIGTERM right after a terminal's SIGINT; a person's second Ctrl-C comes later."""
 
 
@@ -36,8 +36,8 @@ class StopRequested(SystemExit):
         super().__init__(EXIT_CODE)
 
 
-class _Notes:
-    """What this process has been asked for since it began to listen."""
+class _Requests:
+    """What signals have asked of this process since it began to listen."""
 
     def __init__(self) -> None:
         self.reason: str | None = None
@@ -46,58 +46,58 @@ class _Notes:
         self.listening = False
 
 
-_notes = _Notes()
+_requests = _Requests()
 
 
 def pending() -> bool:
     """Whether this rank was asked to stop: by a signal, or by the end of the launcher that started it."""
-    if _notes.reason is None and any(map(has_ended, _notes.launchers)):
-        _note("the end of its launcher")
-    return _notes.reason is not None
+    if _requests.reason is None and any(map(has_ended, _requests.launchers)):
+        _request_stop("the end of its launcher")
+    return _requests.reason is not None
 
 
 def reason() -> str | None:
-    """Why this rank was asked to stop, in words; None where it was not."""
-    return _notes.reason
+    """Why this rank was asked to stop, as text; None if it was not."""
+    return _requests.reason
 
 
 @contextmanager
 def listening() -> Iterator[None]:
-    """Takes notes of signals instead of dying of them; outside the main thread, where Python has none, does nothing."""
-    if _notes.listening or threading.current_thread() is not threading.main_thread():
+    """Notes signals instead of dying from them; does nothing outside the main thread, where Python has no handlers."""
+    if _requests.listening or threading.current_thread() is not threading.main_thread():
         yield
         return
-    # What is ignored stays so: nohup lets a run outlive its terminal.
-    heard = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, _handle) for number in heard}
-    _notes.listening = True
-    _notes.launchers = _launchers()
+    # Ignored signals stay ignored: nohup lets a run outlive its terminal.
+    handled = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, _handle) for number in handled}
+    _requests.listening = True
+    _requests.launchers = _launchers()
     try:
         yield
     finally:
-        _notes.listening = False
-        _notes.launchers = []
+        _requests.listening = False
+        _requests.launchers = []
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
 def forget() -> None:
     """Forgets a request that has been acted on."""
-    _notes.reason = _notes.interrupted_at = None
+    _requests.reason = _requests.interrupted_at = None
 
 
 def _handle(number: int, frame: FrameType | None) -> None:
     if number == signal.SIGINT:
         now = time.monotonic()
-        if _notes.interrupted_at is not None and now - _notes.interrupted_at > _IMPATIENCE_S:
+        if _requests.interrupted_at is not None and now - _requests.interrupted_at > _SECOND_INTERRUPT_S:
             raise KeyboardInterrupt
-        _notes.interrupted_at = _notes.interrupted_at or now
-    if _notes.reason is None:
-        _note(signal.Signals(number).name)
+        _requests.interrupted_at = _requests.interrupted_at or now
+    if _requests.reason is None:
+        _request_stop(signal.Signals(number).name)
 
 
-def _note(reason: str) -> None:
-    _notes.reason = reason
+def _request_stop(reason: str) -> None:
+    _requests.reason = reason
     again = "; Ctrl-C again ends at once, without a checkpoint" if reason == "SIGINT" else ""
     get_logger().warning("%s: the run stops at the next boundary%s", reason, again)
 
@@ -112,7 +112,7 @@ def _launchers() -> list[psutil.Process]:
             program, *arguments = ancestor.cmdline() or [""]
         except psutil.Error:
             break
-        # Not a shell that runs a script of such a name: its end means nothing.
+        # A shell that runs a script of such a name is no launcher: its end means nothing.
         if not Path(program).name.startswith("python") or not any(n in a for n in _LAUNCHERS for a in arguments):
             break
         found.append(ancestor)

@@ -1,8 +1,8 @@
 """What SLURM's variables say about the tasks of a job step. Pure.
 
-srun starts tasks; sbatch and salloc only reserve room for them, yet they set SLURM_NTASKS too, and a batch script even
-has SLURM_PROCID=0. What srun alone sets is SLURM_STEP_ID, and what sbatch alone sets is ENVIRONMENT=BATCH, which the
-steps of its script inherit.
+srun starts tasks; sbatch and salloc only allocate nodes for them, yet they set SLURM_NTASKS too, and a batch script
+even has SLURM_PROCID=0. Only srun sets SLURM_STEP_ID; only sbatch sets ENVIRONMENT=BATCH, which the steps of its script
+inherit.
 
 Source: src/common/env.c of SLURM; the manual pages of srun, sbatch and salloc.
 """
@@ -22,13 +22,13 @@ _NUM_NODES = ("SLURM_STEP_NUM_NODES", "SLURM_JOB_NUM_NODES", "SLURM_NNODES")
 
 
 def slurm_grid(environ: Mapping[str, str]) -> Grid | None:
-    """This task's place in its job step; None where srun did not start this process.
+    """This task's coordinates in its job step; None if srun did not start this process.
 
     Raises:
         MachineError: A batch script that asked for several tasks runs without srun, or variables are missing or wrong.
     """
     if not started_by_srun(environ):
-        _check_no_ghosts(environ)
+        _check_not_batch_only(environ)
         return None
     names = (_first(environ, ("SLURM_STEP_NUM_TASKS",)) or "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")
     require(environ, names, "srun")
@@ -36,12 +36,12 @@ def slurm_grid(environ: Mapping[str, str]) -> Grid | None:
 
 
 def started_by_srun(environ: Mapping[str, str]) -> bool:
-    """Whether this process is a task, as against a shell of salloc, a batch script, or a process without SLURM."""
+    """Whether this process is a task, rather than a shell of salloc, a batch script, or a process without SLURM."""
     return "SLURM_PROCID" in environ and not _is_batch_script(environ)
 
 
 def first_host(environ: Mapping[str, str]) -> str | None:
-    """The host of task 0: the first of the step's nodes, or else the one where srun was typed; None where not said.
+    """The host of task 0: the first of the step's nodes, else the node on which srun was called; None: unknown.
 
     `gpu[003-004,7],login` is gpu003.
     """
@@ -53,7 +53,7 @@ def first_host(environ: Mapping[str, str]) -> str | None:
 
 
 def port_of_job(environ: Mapping[str, str]) -> str | None:
-    """A port that all tasks of a job know and other jobs hardly share, below those that systems hand out."""
+    """A port that all tasks of a job compute and other jobs rarely share, below the ephemeral ports."""
     return str(20000 + number(environ, "SLURM_JOB_ID") % 10000) if environ.get("SLURM_JOB_ID") else None
 
 
@@ -61,18 +61,18 @@ def _is_batch_script(environ: Mapping[str, str]) -> bool:
     return environ.get("ENVIRONMENT") == "BATCH" and "SLURM_PROCID" in environ and "SLURM_STEP_ID" not in environ
 
 
-def _check_no_ghosts(environ: Mapping[str, str]) -> None:
+def _check_not_batch_only(environ: Mapping[str, str]) -> None:
     if _is_batch_script(environ) and environ.get("SLURM_NTASKS", "1") != "1":
         raise MachineError(
             f"SLURM_NTASKS={environ['SLURM_NTASKS']} in a batch script, and srun did not start this process",
-            "sbatch runs its script once; srun starts all tasks, and without it the others would be waited for in vain",
+            "sbatch runs its script once; only srun starts all tasks, and this one would wait for the others for ever",
             "write srun before the command, start the ranks of one node with ds-trainer train --nproc N or torchrun, "
             "or ask sbatch for --ntasks=1",
         )
 
 
 def _on_this_node(environ: Mapping[str, str], world: str) -> tuple[str, int]:
-    """Where the number of tasks on this node comes from, and the number: one of a list such as `4(x2),3`."""
+    """Source of the number of tasks on this node, and the number: one of a list such as `4(x2),3`."""
     if name := _first(environ, _TASKS_PER_NODE):
         runs = re.findall(r"(\d+)(?:\(x(\d+)\))?", environ[name])
         counts = [int(count) for count, times in runs for _ in range(int(times or 1))]

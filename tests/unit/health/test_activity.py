@@ -54,7 +54,7 @@ def test_computing_is_not(idle_after):
 
 
 def test_writing_is_not_however_little_it_computes(idle_after, tmp_path, monkeypatch):
-    monkeypatch.setattr(activity, "_OWN_SHARE", 10.0)
+    monkeypatch.setattr(activity, "_OWN_LOAD", 10.0)
 
     def write(stop):
         with (tmp_path / "file").open("wb", buffering=0) as file:

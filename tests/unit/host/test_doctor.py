@@ -8,7 +8,7 @@ from ds_trainer.errors import MachineError
 from ds_trainer.host import doctor
 
 
-def findings():
+def checks():
     return {check.name: check for check in doctor.run_checks()}
 
 
@@ -23,7 +23,7 @@ def test_the_report_names_software_devices_tools_ops_and_room(capsys):
 
 def test_a_version_outside_the_window_is_broken_and_the_exit_code_says_so(monkeypatch):
     monkeypatch.setattr(doctor, "version", lambda name: "0.1")
-    assert findings()["torch"].is_broken
+    assert checks()["torch"].is_broken
     assert main(["doctor"]) == 1
 
 
@@ -33,7 +33,7 @@ def test_a_stale_lock_is_reported_with_the_command_that_removes_it(monkeypatch, 
     lock = tmp_path / "cpu_adam" / "lock"
     lock.parent.mkdir()
     lock.touch()
-    stale = findings()["stale lock"]
+    stale = checks()["stale lock"]
     assert stale.is_broken
     assert stale.note.endswith(f"rm {lock}")
 
@@ -41,7 +41,7 @@ def test_a_stale_lock_is_reported_with_the_command_that_removes_it(monkeypatch, 
 @pytest.mark.case("E9")
 def test_a_missing_tool_is_no_fault_where_nothing_is_offloaded(monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
-    compiler = findings()["C++ compiler"]
+    compiler = checks()["C++ compiler"]
     assert (compiler.ok, compiler.is_broken, compiler.value) == (False, False, "missing")
     assert "apt install g++" in compiler.note
 
