@@ -20,7 +20,7 @@ from ds_trainer.errors import MachineError, ModelError
 from ds_trainer.files import partial_path, sync
 from ds_trainer.host.free_space import space_fault
 from ds_trainer.models.checkpoint_weights import CheckpointWeights
-from ds_trainer.models.conversions import Recipe, export_recipes, tied_groups
+from ds_trainer.models.conversions import Conversion, export_conversions, tied_groups
 from ds_trainer.models.load_weights import persistent_buffers
 from ds_trainer.models.pretrained import set_use_cache
 from ds_trainer.models.skeleton import meta_copy, written_class
@@ -81,14 +81,14 @@ def _write(
     try:
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
-        twin = meta_copy(model, dtype)
-        _require_space(aside, twin)
+        meta_model = meta_copy(model, dtype)
+        _require_space(aside, meta_model)
         writer = _ShardWriter(aside, shard_bytes)
-        for name, tensor in _to_checkpoint_form(tensors, model, twin):
+        for name, tensor in _to_checkpoint_form(tensors, model, meta_model):
             writer.add(name, tensor)
         writer.finish()
         write_config_and_tokenizer(model, tokenizer, aside, dtype)
-        _check(aside, twin)
+        _check(aside, meta_model)
         for path in [*aside.iterdir(), aside]:
             sync(path)
         _publish(aside, folder)
@@ -103,37 +103,37 @@ def _write(
 
 
 def _to_checkpoint_form(
-    tensors: Iterable[tuple[str, torch.Tensor]], model: PreTrainedModel, twin: PreTrainedModel
+    tensors: Iterable[tuple[str, torch.Tensor]], model: PreTrainedModel, meta_model: PreTrainedModel
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Reverts what transformers did on load; holds only tensors whose partners are still to come."""
-    kept = _kept_names(twin)
-    dtypes = {name: tensor.dtype for name, tensor in twin.state_dict().items()}
-    recipes = _recipes(model, twin)
-    by_source = {name: recipe for recipe in recipes for _, name in recipe.sources}
+    kept = _kept_names(meta_model)
+    dtypes = {name: tensor.dtype for name, tensor in meta_model.state_dict().items()}
+    conversions = _conversions(model, meta_model)
+    by_source = {name: conversion for conversion in conversions for _, name in conversion.sources}
     waiting: dict[str, torch.Tensor] = {}
     for given, tensor in tensors:
         name = kept.get(given, given)
         if name not in by_source:  # The class says not to save it.
             continue
         waiting[name] = tensor.to(dtypes[name])
-        recipe = by_source[name]
-        if all(source in waiting for _, source in recipe.sources):
-            made = recipe.run(waiting.pop, twin)
+        conversion = by_source[name]
+        if all(source in waiting for _, source in conversion.sources):
+            made = conversion.run(waiting.pop, meta_model)
             yield from made.items()
 
 
-def _recipes(model: PreTrainedModel, twin: PreTrainedModel) -> list[Recipe]:
-    """Recipes for everything that the class saves, a tied parameter once."""
-    kept, ignored = _kept_names(twin), set(model._keys_to_ignore_on_save or ())
-    names = [name for name in twin.state_dict() if kept.get(name, name) == name and name not in ignored]
-    return export_recipes(model, names)
+def _conversions(model: PreTrainedModel, meta_model: PreTrainedModel) -> list[Conversion]:
+    """Conversions for everything that the class saves, a tied parameter once."""
+    kept, ignored = _kept_names(meta_model), set(model._keys_to_ignore_on_save or ())
+    names = [name for name in meta_model.state_dict() if kept.get(name, name) == name and name not in ignored]
+    return export_conversions(model, names)
 
 
-def _kept_names(twin: PreTrainedModel) -> dict[str, str]:
+def _kept_names(meta_model: PreTrainedModel) -> dict[str, str]:
     """Parameter name -> the name under which transformers writes it, which differs for the copies of a tied one."""
-    kept = {name: name for name, _ in twin.named_parameters(remove_duplicate=False)}
-    copies = twin.get_expanded_tied_weights_keys(all_submodels=True)
-    for names in tied_groups(twin):
+    kept = {name: name for name, _ in meta_model.named_parameters(remove_duplicate=False)}
+    copies = meta_model.get_expanded_tied_weights_keys(all_submodels=True)
+    for names in tied_groups(meta_model):
         main = next((name for name in names if name not in copies), names[0])
         kept |= dict.fromkeys(names, main)
     return kept
@@ -216,21 +216,21 @@ def write_config_and_tokenizer(
         model.generation_config.to_json_file(folder / "generation_config.json", keys_to_pop=["compile_config"])
 
 
-def _require_space(folder: Path, twin: PreTrainedModel) -> None:
-    if fault := space_fault(folder, sum(p.nbytes for p in twin.parameters())):
+def _require_space(folder: Path, meta_model: PreTrainedModel) -> None:
+    if fault := space_fault(folder, sum(p.nbytes for p in meta_model.parameters())):
         raise OSError(f"it {fault}")
 
 
-def _check(folder: Path, twin: PreTrainedModel) -> None:
+def _check(folder: Path, meta_model: PreTrainedModel) -> None:
     """Opens what was written as a new run would: no tensor may be missing, left over or of another shape."""
     try:
-        left_over = CheckpointWeights(str(folder), twin).unexpected
+        left_over = CheckpointWeights(str(folder), meta_model).unexpected
         fault = f"it holds tensors without a place: {', '.join(left_over)}" if left_over else None
     except ModelError as error:
         fault = error.found
     if fault:
         raise ModelError(
-            f"the export is not what {type(twin).__name__} loads: {fault}",
+            f"the export is not what {type(meta_model).__name__} loads: {fault}",
             "an export is published only when its class loads it whole; what was there before is untouched",
             "report this with the model's config.json: its parameters or transformers' conversions do not add up",
         )

@@ -37,7 +37,7 @@ def check_class(config: RunConfig, spec: ModelSpec) -> Iterator[ConfigError]:
             yield ConfigError(
                 f"config.json of {spec.folder} says {', '.join(spec.architectures)}, and its weights have no head over "
                 f"the vocabulary, which {CAUSAL} needs",
-                "every parameter that is not tied to another is read from the checkpoint, none is made up",
+                "every parameter that is not tied to another is read from the checkpoint, none is initialised",
                 "set model.path to a language model, or model.auto_class to the class it was saved from",
             )
 

@@ -1,4 +1,4 @@
-"""Activation checkpointing: which results of a block are kept for its backward pass, and which are computed again."""
+"""Activation checkpointing: which activations of a block are kept for its backward pass, and which are recomputed."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ EXPENSIVE = frozenset(
         _aten._scaled_dot_product_cudnn_attention.default,
     }
 )
-"""Operators whose results selective checkpointing keeps: nearly all of a block's time, and some of its memory."""
+"""Operators whose results selective checkpointing keeps: they take nearly all of a block's time, but little memory."""
 
 
 def enable_activation_checkpointing(model: PreTrainedModel, how: Literal[True, "selective"]) -> None:
-    """Computes the activations of each block again in the backward pass, all of them or all but `EXPENSIVE` ones.
+    """Has each block recompute its activations in the backward pass: all of them, or all but results of `EXPENSIVE`.
 
-    Never reentrant: that variant needs inputs with a gradient, which a frozen embedding does not give, and DDP would
-    see parameters ready twice.
+    Not the reentrant variant: it needs inputs with a gradient, which a frozen embedding does not give, and makes DDP
+    mark parameters ready twice.
 
     Raises:
-        ModelError: The model's blocks do not support it, or the installed transformers not the selective kind.
+        ModelError: The model's blocks, or for the selective kind the installed transformers, do not support it.
     """
     arguments: dict[str, Any] = {"use_reentrant": False}
     if how == "selective":
@@ -59,7 +59,7 @@ def enable_activation_checkpointing(model: PreTrainedModel, how: Literal[True, "
 
 
 def _require_hooks_outside() -> None:
-    """Refuses a transformers that recomputes a block with its hooks: ZeRO-3's gather in one pass, but not in both."""
+    """Refuses versions of transformers that recompute a block's hooks: ZeRO-3's gather runs in one pass only."""
     if "__call__" in vars(GradientCheckpointingLayer):
         raise ModelError(
             'model.gradient_checkpointing is "selective", and transformers '

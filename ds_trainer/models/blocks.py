@@ -1,4 +1,4 @@
-"""The blocks of a transformer: the modules that it repeats and that act as one."""
+"""Transformer blocks of a model, and the hidden states among their arguments."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 
 def transformer_blocks(model: nn.Module) -> list[nn.Module]:
-    """The modules that transformers says are not to be split; none where the model does not say, or is not its own."""
+    """Modules of the classes in `_no_split_modules`; none without such a list, or for other libraries' models."""
     names = set(getattr(model, "_no_split_modules", None) or ()) if isinstance(model, PreTrainedModel) else set()
     return [module for module in model.modules() if type(module).__name__ in names]
 
 
 def block_lists(model: nn.Module) -> Iterator[tuple[nn.Module, nn.ModuleList]]:
-    """The lists of blocks of the language model, each with its owner; not those of an encoder of images beside it."""
+    """Every `nn.ModuleList` of blocks in the language model, with its owner; no lists of a vision encoder."""
     found = set(transformer_blocks(model))
     decoder = model.get_decoder() if isinstance(model, PreTrainedModel) else model
     for owner in decoder.modules():
@@ -30,12 +30,12 @@ def block_lists(model: nn.Module) -> Iterator[tuple[nn.Module, nn.ModuleList]]:
 
 
 def has_parameters(module: nn.Module) -> bool:
-    """Whether a module has parameters of its own."""
+    """Whether a module itself has parameters, its submodules aside."""
     return any(parameter is not None for parameter in module._parameters.values())
 
 
 def get_hidden_states(args: tuple, kwargs: dict[str, Any]) -> torch.Tensor:
-    """The hidden states that a block is given: its first tensor."""
+    """The hidden states among a block's arguments: the first tensor."""
     found: list[torch.Tensor] = []
     map_hidden_states(args, kwargs, found.append)
     return found[0]
@@ -52,7 +52,7 @@ def map_hidden_states(
 
 
 def other_differentiable_args(args: tuple, kwargs: dict[str, Any]) -> list[str]:
-    """Numbers and names of a block's arguments that carry a gradient, beside the hidden states."""
+    """Positions and names of a block's arguments that require a gradient, the hidden states left out."""
     args, kwargs = map_hidden_states(args, kwargs, lambda hidden: None)
     arguments = (*enumerate(args), *kwargs.items())
     return [str(name) for name, value in arguments if isinstance(value, torch.Tensor) and value.requires_grad]

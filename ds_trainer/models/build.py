@@ -1,4 +1,4 @@
-"""The model of a run: built from a checkpoint's config, or an instance of the user's, with room for every token."""
+"""Makes the model of a run from a checkpoint's config or the user's instance, with an embedding row for every token."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from ds_trainer.planning.checkpoint_spec import ModelSpec
 def build_model(
     run: RunConfig, instance: nn.Module | None, spec: ModelSpec | None, tokenizer: Any
 ) -> tuple[Any, WeightSource]:
-    """Makes the model of a run, without values, or prepares the instance that was handed over.
+    """Builds the model of a run without values, or prepares the user's instance.
 
     Args:
         run: The run's config.
-        instance: A model instance; None: the checkpoint's class is built on meta.
-        spec: The checkpoint, where there is no instance.
-        tokenizer: Decides how many rows the embedding must have; None: as it is.
+        instance: The user's model; None: the checkpoint's class is built on meta.
+        spec: The checkpoint; needed where there is no instance.
+        tokenizer: Gives the number of rows that the embedding needs; None: it stays as it is.
 
     Returns:
-        The model, and where its values come from.
+        The model and the source of its values.
 
     Raises:
         UserError: The checkpoint does not fit the config or the tokenizer, or nothing would be trained.
@@ -49,14 +49,14 @@ def build_model(
         elif config.gradient_checkpointing:
             raise ConfigError(
                 f"model.gradient_checkpointing is {json.dumps(config.gradient_checkpointing)} and "
-                f"{type(model).__name__} is no model of transformers",
+                f"{type(model).__name__} is not a model of transformers",
                 "activations are recomputed by the layers of transformers' own models",
                 "set model.gradient_checkpointing to false and call torch.utils.checkpoint in the model yourself",
             )
         elif run.checkpoint.export:
             raise ConfigError(
-                f"checkpoint.export is true and {type(model).__name__} is no model of transformers",
-                "the export is a Hugging Face folder, which only its own models have",
+                f"checkpoint.export is true and {type(model).__name__} is not a model of transformers",
+                "the export is a Hugging Face folder, which only models of transformers have",
                 "set checkpoint.export to false and save the model yourself",
             )
     if tokenizer is not None and isinstance(model, PreTrainedModel):

@@ -1,4 +1,4 @@
-"""Reads a checkpoint's values under the model's names: only the parts that are asked for, one tensor at a time."""
+"""Reads a Hugging Face checkpoint under the model's names: only the requested slices, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from ds_trainer.errors import ModelError
 from ds_trainer.layout import ParameterSlice, TensorSlice, rows_covering
 from ds_trainer.log import warn_once
-from ds_trainer.models.conversions import Recipe, load_recipes, tied_groups
+from ds_trainer.models.conversions import Conversion, load_conversions, tied_groups
 from ds_trainer.models.lazy_tensor import Fill, LazyTensor, NotRecordedError
 from ds_trainer.models.skeleton import meta_copy
 from ds_trainer.models.weight_source import WeightSource
@@ -35,58 +35,58 @@ class _Stored:
 
     @property
     def dtype(self) -> torch.dtype:
-        return (self.data[:0] if self.shape else self.whole()).dtype
+        return (self.data[:0] if self.shape else self.full()).dtype
 
-    def whole(self) -> torch.Tensor:
+    def full(self) -> torch.Tensor:
         return self.data[...]
 
     def flat(self, start: int, stop: int) -> torch.Tensor:
         """Elements `start` to `stop` of the row-major flattened tensor."""
         if not self.shape:
-            return self.whole().view(1)[start:stop]
+            return self.full().view(1)[start:stop]
         first, last = rows_covering(self.shape, start, stop)
         offset = first * prod(self.shape[1:])
         return self.data[first:last].flatten()[start - offset : stop - offset]
 
     def read_slice(self, wanted: TensorSlice) -> torch.Tensor:
-        return self.data[wanted.index] if self.shape else self.whole()
+        return self.data[wanted.index] if self.shape else self.full()
 
-    def unread(self) -> LazyTensor:
+    def lazy(self) -> LazyTensor:
         return LazyTensor(self.shape, self.dtype, lambda out, wanted: out.copy_(self.read_slice(wanted)))
 
 
 @dataclass(frozen=True)
 class _Converted:
-    """A tensor that is made from others on load."""
+    """A tensor that a conversion makes from others on load."""
 
-    unread: LazyTensor
+    lazy: LazyTensor
     operations: str
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(self.unread.shape)
+        return tuple(self.lazy.shape)
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.unread.dtype
+        return self.lazy.dtype
 
-    def whole(self) -> torch.Tensor:
-        return self.unread.read_slice(TensorSlice.whole(self.shape))
+    def full(self) -> torch.Tensor:
+        return self.lazy.read_slice(TensorSlice.whole(self.shape))
 
     def flat(self, start: int, stop: int) -> torch.Tensor:
-        self._say_if_whole()
+        self._warn_if_not_sliceable()
         out = torch.empty(stop - start, dtype=self.dtype)
         for part in ParameterSlice.flat_range("", self.shape, start, stop).parts():
-            self.unread.fill(part.of(out), part.slice)
+            self.lazy.fill(part.of(out), part.slice)
         return out
 
     def read_slice(self, wanted: TensorSlice) -> torch.Tensor:
-        self._say_if_whole()
-        return self.unread.read_slice(wanted)
+        self._warn_if_not_sliceable()
+        return self.lazy.read_slice(wanted)
 
-    def _say_if_whole(self) -> None:
-        if not self.unread.sliceable:
-            warn_once(f"tensors made by {self.operations} on load are read whole by every rank, one at a time")
+    def _warn_if_not_sliceable(self) -> None:
+        if not self.lazy.sliceable:
+            warn_once(f"tensors made by {self.operations} on load are read in full by every rank, one at a time")
 
 
 class CheckpointWeights(WeightSource):
@@ -94,8 +94,8 @@ class CheckpointWeights(WeightSource):
 
     Args:
         folder: The checkpoint.
-        model: Skeleton that the values are for. Its `_weight_conversions` is set, so that an export writes the names
-            that this checkpoint uses.
+        model: Skeleton of the model to load. Its `_weight_conversions` is set, so that an export writes the names of
+            this checkpoint.
         allow_pickle: Read `pytorch_model.bin` where there are no safetensors.
 
     Raises:
@@ -105,25 +105,25 @@ class CheckpointWeights(WeightSource):
 
     def __init__(self, folder: str, model: PreTrainedModel, allow_pickle: bool = False) -> None:
         self._folder = folder
-        self._twin = meta_copy(model)
+        self._meta_model = meta_copy(model)
         self._files = (
             _open_pickled(folder, allow_pickle) if not safetensors_files(folder) else _open_safetensors(folder)
         )
-        recipes, unexpected, used = load_recipes(self._twin, self._files)
+        conversions, unexpected, used = load_conversions(self._meta_model, self._files)
         model._weight_conversions = used  # type: ignore[assignment]  # As transformers does on load.
         self._tensors: dict[str, _Stored | _Converted] = {}
-        for recipe in recipes:
-            if recipe.converter is None:
-                self._tensors[recipe.target] = self._files[recipe.sources[0][1]]
+        for conversion in conversions:
+            if conversion.converter is None:
+                self._tensors[conversion.target] = self._files[conversion.sources[0][1]]
             else:
-                self._tensors |= self._converted(recipe)
+                self._tensors |= self._converted(conversion)
         self._check_shapes()
-        self._share_tied()
-        self._buffers = {n: b for n, b in model.named_buffers() if n in self._twin.state_dict()}
+        self._resolve_ties()
+        self._buffers = {n: b for n, b in model.named_buffers() if n in self._meta_model.state_dict()}
         self._check_missing()
-        self.unexpected = _not_ignored(unexpected, _unexpected_patterns(self._twin))
+        self.unexpected = _not_ignored(unexpected, _unexpected_patterns(self._meta_model))
         if self.unexpected:
-            warn_once(f"{folder} holds tensors that {type(model).__name__} has no place for: {_some(self.unexpected)}")
+            warn_once(f"{folder} holds tensors that {type(model).__name__} does not have: {_some(self.unexpected)}")
 
     def view(self, name: str, flat: tuple[int, int] | None = None) -> torch.Tensor:
         """The value of a parameter or persistent buffer, as in `ds_trainer.models.weight_source.WeightSource`.
@@ -131,41 +131,41 @@ class CheckpointWeights(WeightSource):
         With `flat` only the rows that hold the range are read.
         """
         tensor = self._tensors.get(name)
-        if tensor is None:  # A buffer that old checkpoints lack: its value follows from the config.
+        if tensor is None:  # A buffer that old checkpoints lack, computed from the config.
             value = self._buffers[name]
             return value if flat is None else value.flatten()[flat[0] : flat[1]]
-        return tensor.whole() if flat is None else tensor.flat(*flat)
+        return tensor.full() if flat is None else tensor.flat(*flat)
 
     def read_slice(self, name: str, wanted: TensorSlice) -> torch.Tensor:
-        """As in `ds_trainer.models.weight_source.WeightSource`."""
+        """See `WeightSource`."""
         tensor = self._tensors.get(name)
         return super().read_slice(name, wanted) if tensor is None else tensor.read_slice(wanted)
 
     def stored_dtype(self, name: str) -> torch.dtype:
-        """Format of the tensor in the file; what theirs become together where several are merged."""
+        """Dtype of the tensor in the file; of a merged one, the dtype that its sources promote to."""
         tensor = self._tensors.get(name)
         return self._buffers[name].dtype if tensor is None else tensor.dtype
 
-    def _converted(self, recipe: Recipe) -> dict[str, _Converted]:
-        """What a recipe makes, nothing of it read."""
+    def _converted(self, conversion: Conversion) -> dict[str, _Converted]:
+        """The tensors that a conversion makes, lazy."""
         try:
-            made: Mapping[str, Any] = recipe.run(lambda source: self._files[source].unread(), self._twin)
+            made: Mapping[str, Any] = conversion.run(lambda source: self._files[source].lazy(), self._meta_model)
         except NotRecordedError:
-            shapes = recipe.run(lambda source: self._files[source].whole().to("meta"), self._twin)
+            shapes = conversion.run(lambda source: self._files[source].full().to("meta"), self._meta_model)
             made = {
-                n: LazyTensor(tuple(t.shape), t.dtype, self._redo(recipe, n), sliceable=False)
+                n: LazyTensor(tuple(t.shape), t.dtype, self._redo(conversion, n), sliceable=False)
                 for n, t in shapes.items()
             }
-        return {name: _Converted(unread, recipe.operations) for name, unread in made.items()}
+        return {name: _Converted(tensor, conversion.operations) for name, tensor in made.items()}
 
-    def _redo(self, recipe: Recipe, name: str) -> Fill:
+    def _redo(self, conversion: Conversion, name: str) -> Fill:
         def fill(out: torch.Tensor, wanted: TensorSlice) -> None:
-            out.copy_(recipe.run(lambda source: self._files[source].whole(), self._twin)[name][wanted.index])
+            out.copy_(conversion.run(lambda source: self._files[source].full(), self._meta_model)[name][wanted.index])
 
         return fill
 
     def _check_shapes(self) -> None:
-        expected = {name: tuple(t.shape) for name, t in self._twin.state_dict().items()}
+        expected = {name: tuple(t.shape) for name, t in self._meta_model.state_dict().items()}
         wrong = [
             f"{name} {list(tensor.shape)} instead of {list(expected[name])}"
             for name, tensor in self._tensors.items()
@@ -178,9 +178,9 @@ class CheckpointWeights(WeightSource):
                 "set model.path to a checkpoint whose config.json and weights belong together",
             )
 
-    def _share_tied(self) -> None:
-        """Lets every name of a tied parameter read the one tensor that the checkpoint holds."""
-        for names in tied_groups(self._twin):
+    def _resolve_ties(self) -> None:
+        """Makes every name of a tied parameter read the one tensor that the checkpoint holds."""
+        for names in tied_groups(self._meta_model):
             present = [name for name in names if name in self._tensors]
             for other in present[1:]:
                 if not self._equal(present[0], other):
@@ -199,13 +199,13 @@ class CheckpointWeights(WeightSource):
         return all(torch.equal(a.flat(*each), b.flat(*each)) for each in ranges)
 
     def _check_missing(self) -> None:
-        parameters = [name for name, _ in self._twin.named_parameters() if name not in self._tensors]
+        parameters = [name for name, _ in self._meta_model.named_parameters() if name not in self._tensors]
         buffers = [name for name in self._buffers if name not in self._tensors]
-        missing = parameters + _not_ignored(buffers, self._twin._keys_to_ignore_on_load_missing or ())
+        missing = parameters + _not_ignored(buffers, self._meta_model._keys_to_ignore_on_load_missing or ())
         if missing:
             raise ModelError(
-                f"{self._folder} lacks {len(missing)} tensors of {type(self._twin).__name__}: {_some(missing)}",
-                "every parameter that is not tied to another is read from the checkpoint, none is made up",
+                f"{self._folder} lacks {len(missing)} tensors of {type(self._meta_model).__name__}: {_some(missing)}",
+                "every parameter that is not tied to another is read from the checkpoint, none is initialised",
                 "set model.path to a complete checkpoint, or model.auto_class to the class it was saved from",
             )
 
@@ -240,7 +240,7 @@ def _open_pickled(folder: str, allowed: bool) -> dict[str, _Stored]:
 
 
 def _unexpected_patterns(model: PreTrainedModel) -> list[str]:
-    """What checkpoints may hold beyond the model: the class's own list, and buffers that older versions saved."""
+    """Patterns of checkpoint names that a model may lack: the class's list, and buffers that older versions saved."""
     buffers = " ".join(name for name, _ in model.named_buffers())
     patterns = list(model._keys_to_ignore_on_load_unexpected or ())
     if "rotary_emb.inv_freq" in buffers:

@@ -1,4 +1,4 @@
-"""Compiles a model block by block: one compilation serves all blocks of a class, and engines wrap them as they are."""
+"""Compiles a model block by block: blocks of a class share one compilation, and engines wrap the modules as before."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from ds_trainer.models.blocks import transformer_blocks
 
 
 def compile_blocks(model: nn.Module) -> None:
-    """Has `torch.compile` run the forward of each block in training; modules, names and state dicts stay.
+    """Compiles the forward of each block for training; modules, names and state dicts do not change.
 
-    A second length of sequences is compiled for once more, then for every length. Evaluation and generation, whose
-    cache grows with each token, run as ever.
+    A second sequence length compiles a block once more, for every length. Evaluation and generation, whose cache grows
+    with each token, are not compiled.
 
     Raises:
-        ModelError: The model names no blocks.
+        ModelError: The model lists no blocks.
     """
     found = transformer_blocks(model)
     if not found:
         raise ModelError(
-            f"model.compile is true and {type(model).__name__} names no blocks",
-            "the blocks of a model are compiled, the modules that transformers says are not to be split",
+            f"model.compile is true and {type(model).__name__} lists no blocks",
+            "the blocks of a model are compiled, which models of transformers list in _no_split_modules",
             "set model.compile to false",
         )
     for block in found:
@@ -38,7 +38,7 @@ def compile_blocks(model: nn.Module) -> None:
 
 
 def _forward(self: nn.Module, *args: Any, **inputs: Any) -> Any:
-    """Compiles what is below a block's hooks, which are the engine's. FSDP2 changes the class, so this looks late."""
+    """Runs below a block's hooks, which are the engine's. Looks the class up at call time, since FSDP2 changes it."""
     own: Any = type(self).forward
     return (_compiled(own) if self.training else own)(self, *args, **inputs)
 

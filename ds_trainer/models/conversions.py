@@ -1,6 +1,6 @@
-"""Checkpoint names and shapes are not always the model's: transformers renames, merges and splits tensors on load.
+"""Conversions between checkpoint tensors and model tensors, which transformers renames, merges and splits on load.
 
-A recipe says which tensors go into which, both ways, without touching a value; the operations are transformers' own.
+A conversion says which tensors are made from which, in both directions; the operations on values are transformers'.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from transformers.core_model_loading import (
 
 
 @dataclass
-class Recipe:
-    """How one group of tensors is made from another.
+class Conversion:
+    """Makes one group of tensors from another.
 
     Args:
-        target: Name of the tensor made; the first one where a converter makes several.
-        converter: What merges, splits or transposes; None for a tensor that only changes its name.
+        target: Name of the tensor made; the first name where a converter makes several.
+        converter: Merges, splits or transposes; None where a tensor only changes its name.
         rename: Applied to the names that the converter gives.
-        sources: Pattern of the converter and name, for each tensor that goes in, in transformers' order.
+        sources: Pattern of the converter and name of each source tensor, in transformers' order.
     """
 
     target: str
@@ -40,7 +40,7 @@ class Recipe:
 
     @property
     def operations(self) -> str:
-        """The converter's operations, for people; empty for a rename."""
+        """Names of the converter's operations, for messages; empty for a rename."""
         return ", ".join(type(op).__name__ for op in self.converter.operations) if self.converter else ""
 
     def run(self, get: Callable[[str], torch.Tensor], model: PreTrainedModel) -> dict[str, torch.Tensor]:
@@ -62,23 +62,25 @@ class Recipe:
         return {self.rename(name): t[0] if isinstance(t, list) else t for name, t in made.items()}
 
 
-def load_recipes(twin: PreTrainedModel, names: Iterable[str]) -> tuple[list[Recipe], list[str], list[WeightTransform]]:
-    """How the model's tensors are made from a checkpoint's.
+def load_conversions(
+    meta_model: PreTrainedModel, names: Iterable[str]
+) -> tuple[list[Conversion], list[str], list[WeightTransform]]:
+    """Conversions that make the model's tensors from a checkpoint's.
 
     Args:
-        twin: The model, on meta.
+        meta_model: The model, on meta.
         names: Names in the checkpoint.
 
     Returns:
-        The recipes, the checkpoint names that the model has no place for, and the transforms that matched, which an
+        The conversions, the checkpoint names that the model does not have, and the transforms that matched, which an
         export reverts.
     """
-    known = twin.state_dict()
-    transforms = get_model_conversion_mapping(twin)
+    known = meta_model.state_dict()
+    transforms = get_model_conversion_mapping(meta_model)
     renamings, converters, by_pattern = _sort(transforms)
-    recipes: dict[str, Recipe] = {}
+    conversions: dict[str, Conversion] = {}
     unexpected: list[str] = []
-    prefix = twin.base_model_prefix
+    prefix = meta_model.base_model_prefix
     for name in sorted(names, key=dot_natural_key):
         target, pattern = rename_source_key(name, renamings, converters, prefix, known)
         if target not in known and name in known:
@@ -87,19 +89,19 @@ def load_recipes(twin: PreTrainedModel, names: Iterable[str]) -> tuple[list[Reci
             unexpected.append(name)
             continue
         converter = None if pattern is None else by_pattern[pattern]
-        recipes.setdefault(target, Recipe(target, converter)).sources.append((pattern or name, name))
-    return list(recipes.values()), unexpected, [t for t in transforms if t.was_used()]
+        conversions.setdefault(target, Conversion(target, converter)).sources.append((pattern or name, name))
+    return list(conversions.values()), unexpected, [t for t in transforms if t.was_used()]
 
 
-def export_recipes(model: PreTrainedModel, names: Iterable[str]) -> list[Recipe]:
-    """How a checkpoint's tensors are made from the model's: the way back of what was done on load.
+def export_conversions(model: PreTrainedModel, names: Iterable[str]) -> list[Conversion]:
+    """Conversions that make a checkpoint's tensors from the model's: the reverse of those on load.
 
     Args:
         model: The model; its class and, if it came from a checkpoint, that checkpoint's transforms are looked up.
         names: Names in the model, a tied tensor once.
     """
     transforms = getattr(model, "_weight_conversions", None)
-    if transforms is None:  # Built from a config: no checkpoint says whether names had a prefix or a legacy form.
+    if transforms is None:  # Built from a config, not from a checkpoint whose names may have a prefix or a legacy form.
         transforms = get_model_conversion_mapping(model, add_legacy=False)
         transforms = [t for t in transforms if not isinstance(t, PrefixChange)]
     renamings, converters, by_pattern = _sort([t.reverse_transform() for t in reversed(transforms)])
@@ -107,16 +109,16 @@ def export_recipes(model: PreTrainedModel, names: Iterable[str]) -> list[Recipe]
     def rename(name: str) -> str:
         return rename_source_key(name, renamings, [])[0]
 
-    recipes: dict[str, Recipe] = {}
+    conversions: dict[str, Conversion] = {}
     for name in sorted(names, key=dot_natural_key):
         target, pattern = rename_source_key(name, [], converters)
         if pattern is None:
-            recipe = Recipe(rename(name), None)
+            conversion = Conversion(rename(name), None)
         else:
-            recipe = recipes.get(target) or Recipe(target, by_pattern[pattern], rename)
-        recipe.sources.append((pattern or name, name))
-        recipes[recipe.target] = recipe
-    return list(recipes.values())
+            conversion = conversions.get(target) or Conversion(target, by_pattern[pattern], rename)
+        conversion.sources.append((pattern or name, name))
+        conversions[conversion.target] = conversion
+    return list(conversions.values())
 
 
 def _sort(
@@ -128,7 +130,7 @@ def _sort(
 
 
 def tied_groups(model: torch.nn.Module) -> list[list[str]]:
-    """Names of each parameter that has more than one."""
+    """All names of each parameter that has several."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)

@@ -1,7 +1,7 @@
-"""Tensor-parallel plans for model types for which transformers has none, and what training needs beyond one it has.
+"""Tensor-parallel plans for model types without one in transformers, and additions to those of transformers.
 
-Read by `make_families` only: the plans ship in `families.json`. Written as transformers writes its own, over which an
-entry here goes: module name with every number as `*` -> style.
+Read only by `make_families`: the plans ship in `families.json`. The form is that of transformers: module name with
+every number as `*` -> style. An entry here replaces that of transformers.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ def _attention(queries: str = "q_proj", keys: str = "k_proj", values: str = "v_p
     return {queries: "colwise", keys: "colwise", values: "colwise", output: "rowwise"}
 
 
-def _whole_attention(*inputs: str, output: str) -> Plan:
-    """Cuts the parameters; every rank computes all heads."""
+def _gathered_attention(*inputs: str, output: str) -> Plan:
+    """Shards the parameters; every rank computes all heads."""
     return dict.fromkeys(inputs, _GATHERED) | {output: _SPLITS}
 
 
@@ -44,7 +44,7 @@ _MLA = {
 }
 _BART = _named("self_attn", _attention(output="out_proj")) | _mlp("fc1", "fc2")
 _GPT2 = {"attn.c_attn": "qkv_colwise", "attn.c_proj": "rowwise"} | _named("mlp", _mlp("c_fc", "c_proj"))
-# Queries, keys and values of each head lie together, so that a range of heads is a range of outputs.
+# Queries, keys and values of each head are adjacent, so a range of heads is a range of outputs.
 _NEOX = {"query_key_value": "colwise", "dense": "rowwise"}
 _NEOX_MLP = _named("mlp", _mlp("dense_h_to_4h", "dense_4h_to_h"))
 _LFM2_MLP = _gated_mlp("w1", "w3", "w2")
@@ -57,12 +57,12 @@ _NONE_OF_TRANSFORMERS: dict[str, Plan] = {
     "biogpt": _named("biogpt.layers.*", _BART) | {"output_projection": _GATHERED},
     "bloom": _named("transformer.h.*", _named("self_attention", _NEOX) | _NEOX_MLP) | _HEAD,
     # The order of queries, keys and values depends on its config.
-    "falcon": _named("transformer.h.*.self_attention", _whole_attention("query_key_value", output="dense"))
+    "falcon": _named("transformer.h.*.self_attention", _gathered_attention("query_key_value", output="dense"))
     | _named("transformer.h.*", _NEOX_MLP)
     | _HEAD,
     "gpt-sw3": _named("transformer.h.*", _GPT2) | _HEAD,
     "gpt2": _named("transformer.h.*", _GPT2) | _HEAD,
-    "gpt_bigcode": _named("transformer.h.*.attn", _whole_attention("c_attn", output="c_proj"))
+    "gpt_bigcode": _named("transformer.h.*.attn", _gathered_attention("c_attn", output="c_proj"))
     | _named("transformer.h.*.mlp", _mlp("c_fc", "c_proj"))
     | _HEAD,
     "gpt_neo": _named("transformer.h.*.attn.attention", _attention(output="out_proj"))
@@ -84,7 +84,7 @@ _NONE_OF_TRANSFORMERS: dict[str, Plan] = {
     "xglm": _named("model.layers.*", _BART) | _HEAD,
 }
 
-# Those of transformers cut the vocabulary or the experts, and leave most else whole.
+# The plans of transformers shard the vocabulary or the experts, and replicate most other parameters.
 _MORE: dict[str, Plan] = {
     "afmoe": _named("self_attn", _attention() | _HEAD_NORMS | {"gate_proj": "colwise"})
     | _named("mlp", _gated_mlp())
@@ -92,7 +92,7 @@ _MORE: dict[str, Plan] = {
     "bamba": _named("self_attn", _attention()) | _named("feed_forward", _gated_mlp()),
     "deepseek_v3": _named("self_attn", _MLA),
     # The two halves of its KV heads are used together.
-    "diffllama": _named("self_attn", _whole_attention("q_proj", "k_proj", "v_proj", output="o_proj"))
+    "diffllama": _named("self_attn", _gathered_attention("q_proj", "k_proj", "v_proj", output="o_proj"))
     | _named("mlp", _gated_mlp()),
     "falcon_h1": _named("self_attn", _attention()) | _named("feed_forward", _gated_mlp()),
     "glm": _named("mlp", _PACKED_MLP),
@@ -124,17 +124,17 @@ _MORE: dict[str, Plan] = {
     "youtu": _named("self_attn", _MLA),
 }
 
-# Those of transformers give another result than one process, or a parameter the gradient of this rank's part alone.
+# The plans of transformers differ from one process in a result, or leave a parameter with its rank's partial gradient.
 _OTHERWISE: dict[str, Plan] = {
-    # Its activation has two parameters, which act on the cut width.
+    # Its activation has two parameters, which act on the sharded width.
     "apertus": {"mlp.act_fn": _SUMMED},
     "apertus1p5_text": {"mlp.act_fn": _SUMMED},
-    # A mask for all heads is made of the values of all heads.
+    # A mask for all heads is computed from the values of all heads.
     "doge": _named(
-        "self_attn", _whole_attention("q_proj", "k_proj", "v_proj", output="o_proj") | {"dt_proj": "replicate"}
+        "self_attn", _gathered_attention("q_proj", "k_proj", "v_proj", output="o_proj") | {"dt_proj": "replicate"}
     ),
-    # The gate is cut off by its mean and deviation over the whole width.
-    "gemma3n_text": _named("mlp", _whole_attention("gate_proj", "up_proj", output="down_proj")),
+    # The gate is thresholded by its mean and deviation over the full width.
+    "gemma3n_text": _named("mlp", _gathered_attention("gate_proj", "up_proj", output="down_proj")),
     # Gate and up projection of its experts are two halves.
     "inkling2_loop_text": {"mlp.experts.gate_up_proj": "packed_colwise"},
     "inkling2_text": {"mlp.experts.gate_up_proj": "packed_colwise"},
@@ -144,11 +144,11 @@ _OTHERWISE: dict[str, Plan] = {
 
 _IN_BLOCKS = _MORE | _OTHERWISE
 _ELSEWHERE: dict[str, Plan] = {
-    # Queries, values and keys lie in four groups of heads, whatever the number of ranks.
-    "codegen": _named("transformer.h.*.attn", _whole_attention("qkv_proj", output="out_proj")),
-    # Its head scales each logit by a parameter of its own.
+    # Queries, values and keys are stored in four groups of heads, whatever the number of ranks.
+    "codegen": _named("transformer.h.*.attn", _gathered_attention("qkv_proj", output="out_proj")),
+    # Its head scales each logit by a parameter of that logit.
     "dory": {"lm_head": "replicate"},
-    # Its embedding norms each vector before the ranks' vectors, all but one of which are 0, are summed.
+    # Its embedding normalises each vector before the ranks' vectors, all but one of which are 0, are summed.
     "inkling_text": {"model.embed_tokens.embed_norm": _SUMMED},
     "nemotron_h": _HEAD,
 }

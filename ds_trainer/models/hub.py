@@ -1,4 +1,4 @@
-"""From `model.path` to a folder on this machine. Pure."""
+"""Resolves `model.path` to a folder on this machine. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py"]
 def resolve_folder(path: str, revision: str | None = None, allow_pickle: bool = False) -> str:
     """The folder of a checkpoint: `path` itself where it is one, else the local copy of a hub id.
 
-    A complete copy in the Hugging Face cache is used without asking the network.
+    A complete copy in the Hugging Face cache is used without a request to the network.
 
     Args:
         path: Folder or hub id.
@@ -36,10 +36,10 @@ def resolve_folder(path: str, revision: str | None = None, allow_pickle: bool = 
         read_spec(folder)
         return folder
     except (LocalEntryNotFoundError, ModelError):
-        pass  # Nothing, or only a part of it (a tokenizer, say), is in the cache.
+        pass  # The cache has nothing, or only some files, such as the tokenizer.
     except HFValidationError:
         raise _not_found(
-            path, f"there is no folder {os.path.abspath(local)}, and it is not the form of a hub id"
+            path, f"there is no folder {os.path.abspath(local)}, and it does not have the form of a hub id"
         ) from None
     try:
         return snapshot_download(path, revision=revision, allow_patterns=patterns)

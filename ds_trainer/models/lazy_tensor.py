@@ -1,7 +1,7 @@
-"""Tensors of a checkpoint that are not read yet.
+"""Tensors of a checkpoint that are read when and as far as they are needed.
 
-transformers' conversions run on them as on any others. What they do is recorded, so that of the tensor that they make
-one box can be read: of each source only the rows and columns that go into it.
+The conversions of transformers run on lazy tensors as on others and are recorded. Reading a slice of the result then
+reads only those rows and columns of its sources that the slice is made of.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from torch.utils._pytree import tree_flatten, tree_map
 from ds_trainer.layout import TensorSlice
 
 Fill = Callable[[torch.Tensor, TensorSlice], object]
-"""Writes a box of a tensor into another tensor of the box's sizes."""
+"""Reads a slice of a tensor into another tensor of that slice's sizes."""
 
 
 class NotRecordedError(Exception):
-    """An operation that writes into a tensor or mixes in values from elsewhere."""
+    """An operation cannot be recorded: it writes into a tensor, or uses values other than of lazy tensors."""
 
 
 class LazyTensor(torch.Tensor):
-    """A tensor with a shape, and a way to read any box of it.
+    """A tensor with a shape, a dtype and a function that reads any slice of it.
 
     Args:
-        shape: Its shape.
-        dtype: Its format.
-        fill: Reads a box of it.
-        sliceable: False where reading any box reads the whole tensor.
+        shape: Full shape.
+        dtype: Dtype of the values.
+        fill: Reads a slice.
+        sliceable: False where reading any slice reads the full tensor.
     """
 
     sliceable: bool
@@ -42,17 +42,17 @@ class LazyTensor(torch.Tensor):
         self.fill, self.sliceable = fill, sliceable
 
     def read_slice(self, wanted: TensorSlice) -> torch.Tensor:
-        """The values of a box."""
+        """The values of a slice, in host memory."""
         out = torch.empty(wanted.sizes, dtype=self.dtype)
         self.fill(out, wanted)
         return out
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Records an operation; one whose result is no rearrangement of its operands is redone on their whole values.
+        """Records an operation; one that does more than rearrange operands is computed on their full values when read.
 
         Raises:
-            NotRecordedError: It would have an effect, or depend on values that are not among its operands.
+            NotRecordedError: It writes into a tensor, or has operands that are not lazy.
         """
         kwargs = kwargs or {}
         tensors = [item for item in tree_flatten((args, kwargs))[0] if isinstance(item, torch.Tensor)]
@@ -66,9 +66,12 @@ class LazyTensor(torch.Tensor):
         if rearranged is not None:
             fills, sliceable = rearranged(*args, **kwargs), all(operand.sliceable for operand in operands)
         else:
-            fills, sliceable = [_redo(func, args, kwargs, i if several else None) for i in range(len(results))], False
-        unread = [cls(tuple(t.shape), t.dtype, fill, sliceable) for t, fill in zip(results, fills, strict=True)]
-        return unread if several else unread[0]
+            fills, sliceable = (
+                [_compute_when_read(func, args, kwargs, i if several else None) for i in range(len(results))],
+                False,
+            )
+        lazy = [cls(tuple(t.shape), t.dtype, fill, sliceable) for t, fill in zip(results, fills, strict=True)]
+        return lazy if several else lazy[0]
 
 
 def _shape_only(item: Any) -> Any:
@@ -79,7 +82,7 @@ def _values(item: Any) -> Any:
     return item.read_slice(TensorSlice.whole(item.shape)) if isinstance(item, LazyTensor) else item
 
 
-def _redo(func: Any, args: Any, kwargs: Any, number: int | None) -> Fill:
+def _compute_when_read(func: Any, args: Any, kwargs: Any, number: int | None) -> Fill:
     def fill(out: torch.Tensor, wanted: TensorSlice) -> None:
         made = func(*tree_map(_values, args), **tree_map(_values, kwargs))
         out.copy_((made if number is None else made[number])[wanted.index])
@@ -131,7 +134,7 @@ def _transpose(tensor: LazyTensor, dim0: int, dim1: int) -> list[Fill]:
 
 
 def _from(tensor: LazyTensor, dim: int, begin: int) -> Fill:
-    """What lies along `dim` from `begin` on."""
+    """Reads slices of the narrowed tensor that starts at `begin` along `dim`."""
 
     def fill(out: torch.Tensor, wanted: TensorSlice) -> None:
         tensor.fill(out, wanted.along(dim, begin + wanted.offsets[dim], wanted.sizes[dim]))
@@ -155,4 +158,4 @@ _REARRANGEMENTS: dict[Any, Callable[..., list[Fill]]] = {
     _aten.split.Tensor: _split,
     _aten.split_with_sizes.default: _split_with_sizes,
 }
-"""torch's operations -> the reading of a box of each of their results."""
+"""Operation of torch -> function that gives a `Fill` for each of its results."""

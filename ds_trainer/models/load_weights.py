@@ -11,13 +11,13 @@ from ds_trainer.models.weight_source import WeightSource
 
 
 def load_full(model: nn.Module, weights: WeightSource, device: torch.device, dtype: torch.dtype) -> None:
-    """Fills a model with whole tensors, one at a time; ties stay ties.
+    """Loads all parameters and buffers in full, one at a time; tied parameters stay tied.
 
     Args:
         model: Skeleton with parameters on meta, or an instance.
-        weights: Where the values are read from.
-        device: Where they go.
-        dtype: Format of the floating-point parameters.
+        weights: Source of the values.
+        device: Device to load to.
+        dtype: Dtype of the floating-point parameters.
     """
     for name, parameter in model.named_parameters():
         value = weights.read(name, dtype if parameter.is_floating_point() else parameter.dtype)
@@ -26,7 +26,7 @@ def load_full(model: nn.Module, weights: WeightSource, device: torch.device, dty
 
 
 def set_value(parameter: nn.Parameter, value: torch.Tensor) -> None:
-    """Gives a parameter, on meta or not, a value; the object stays, so modules and optimizers that share it keep it."""
+    """Sets the value of a parameter, on meta or not, in place: modules and optimizers that share it see the value."""
     if parameter.is_meta:
         torch.utils.swap_tensors(parameter, nn.Parameter(value, requires_grad=parameter.requires_grad))
     else:
@@ -34,7 +34,7 @@ def set_value(parameter: nn.Parameter, value: torch.Tensor) -> None:
 
 
 def fill_buffers(model: nn.Module, weights: WeightSource, device: torch.device) -> None:
-    """Reads the persistent buffers and moves the others, which the skeleton has computed, to the device."""
+    """Loads the persistent buffers; moves the others, which the skeleton has computed, to the device."""
     persistent = model.state_dict().keys()
     for name, buffer in list(model.named_buffers()):
         parent, _, leaf = name.rpartition(".")
@@ -43,6 +43,6 @@ def fill_buffers(model: nn.Module, weights: WeightSource, device: torch.device) 
 
 
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Name and live tensor of every buffer that a checkpoint of the model holds."""
+    """Name and tensor of every buffer in the model's state dict, such as running statistics."""
     persistent = model.state_dict().keys()
     return ((name, buffer) for name, buffer in model.named_buffers() if name in persistent)

@@ -1,4 +1,4 @@
-"""Builds a Hugging Face model as a skeleton, parameters on meta, and sets it up for training."""
+"""Builds a Hugging Face checkpoint's model as a skeleton and sets a model up for training."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from ds_trainer.planning.checkpoint_spec import quantized_error
 def build_skeleton(folder: str, model_config: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
     """The checkpoint's model without its values, in training mode.
 
-    Parameters are on meta; buffers, such as rotary frequencies that no checkpoint holds, are computed here and real.
+    Parameters are on meta. Buffers, such as rotary frequencies that no checkpoint holds, are computed on the host.
 
     Args:
         folder: The checkpoint.
         model_config: The config's model section.
-        dtype: Format of the parameters.
+        dtype: Dtype of the parameters.
 
     Raises:
         ConfigError: `model.auto_class` is not an auto class of transformers.
@@ -77,7 +77,7 @@ def set_use_cache(config: Any, value: bool) -> None:
 
 
 def is_causal_lm(model: torch.nn.Module) -> bool:
-    """Whether the model predicts each next token, so that its loss follows from logits and labels alone."""
+    """Whether the model predicts each next token, so that logits and labels alone give its loss."""
     name = type(model).__name__
     return name.endswith("ForCausalLM") or name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
 

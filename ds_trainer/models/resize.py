@@ -1,6 +1,6 @@
-"""Embeddings grown to the tokenizer's length: new rows hold the mean of the old ones, the same on every rank.
+"""Grows embeddings to the tokenizer's length: new rows are the mean of the old ones, the same on every rank.
 
-The mean keeps what the model predicts for old tokens nearly as it was.
+With the mean the model's predictions of old tokens hardly change.
 Source: J. Hewitt, "Initializing New Word Embeddings for Pretrained Language Models" (2021).
 """
 
@@ -19,11 +19,11 @@ from ds_trainer.models.weight_source import WeightSource
 
 
 class ResizedEmbeddings(WeightSource):
-    """A `WeightSource` that answers with more rows than another one holds.
+    """A `WeightSource` that adds rows to the embeddings of another one.
 
     Args:
-        weights: The source.
-        grown: Name -> shape it has in the source and shape wanted; they differ in the number of rows.
+        weights: The other source.
+        grown: Name -> shape in that source and new shape, which has more rows.
     """
 
     def __init__(self, weights: WeightSource, grown: dict[str, tuple[torch.Size, torch.Size]]) -> None:
@@ -46,7 +46,7 @@ class ResizedEmbeddings(WeightSource):
         return value.view(new) if flat is None else value
 
     def read_slice(self, name: str, wanted: TensorSlice) -> torch.Tensor:
-        """As in `ds_trainer.models.weight_source.WeightSource`; old rows are read as far as the box holds them."""
+        """See `WeightSource`; reads only the old rows that the slice holds."""
         if name not in self._grown:
             return self._weights.read_slice(name, wanted)
         rows, (first, count) = self._grown[name][0][0], (wanted.offsets[0], wanted.sizes[0])
@@ -63,7 +63,7 @@ class ResizedEmbeddings(WeightSource):
         return self._means[name]
 
     def stored_dtype(self, name: str) -> torch.dtype:
-        """As in `ds_trainer.models.weight_source.WeightSource`."""
+        """See `WeightSource`."""
         return self._weights.stored_dtype(name)
 
 

@@ -1,4 +1,4 @@
-"""Models without values: parameters on meta, which costs neither memory nor time however large they are."""
+"""Models without values: parameters on meta take neither memory nor time, whatever their size."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ Build = Callable[[], PreTrainedModel]
 
 
 def skeleton(build: Build, dtype: torch.dtype) -> PreTrainedModel:
-    """The model that `build` constructs, parameters on meta and ties in place, buffers real.
+    """The model that `build` constructs, with parameters on meta, tied ones tied, and buffers on the host.
 
-    No checkpoint holds a buffer such as rotary frequencies, so every rank computes it: by the class's own
-    initialisation, as `from_pretrained` does, or by its constructor where that leaves a buffer out.
+    No checkpoint holds buffers such as rotary frequencies, so every rank computes them: by the class's initialisation,
+    as `from_pretrained` does, or by its constructor where the initialisation leaves a buffer out.
 
     Args:
-        build: Constructs the model in format `dtype`.
-        dtype: Format; what the class wants in fp32 whatever the format is fp32.
+        build: Constructs the model in `dtype`.
+        dtype: Dtype of the parameters, except those that the class always keeps in fp32.
     """
     model = _on_meta(build)
     for module in model.modules():
@@ -35,15 +35,15 @@ def skeleton(build: Build, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def meta_copy(model: PreTrainedModel, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """A model of the same class and config, parameters on meta and ties in place; its buffers hold nothing of use.
+    """A model of the same class and config with all parameters on meta; the values of its buffers are undefined.
 
-    An engine may have cut the parameters of `model` itself to this rank's shards, so that their shapes say nothing.
+    It gives the full shapes, dtypes and ties, where an engine has replaced the parameters of `model` by shards.
     """
     return _keep_in_fp32(_on_meta(lambda: type(model)._from_config(deepcopy(model.config), dtype=dtype)), dtype)
 
 
 def written_class(model: PreTrainedModel) -> type:
-    """The model's class as its author wrote it: FSDP2 gives a model one of its own, derived from that."""
+    """The model's class as its author wrote it, from which FSDP2 derives another one."""
     return next(each for each in type(model).__mro__ if not issubclass(each, FSDPModule))
 
 
@@ -61,20 +61,20 @@ def _on_meta(build: Build) -> PreTrainedModel:
     try:
         with torch.device("meta"):
             return build()
-    except (RuntimeError, NotImplementedError):  # Some constructors look at values, which tensors on meta lack.
+    except (RuntimeError, NotImplementedError):  # Some constructors read values, which tensors on meta lack.
         return _parameters_on_meta(build)
 
 
 def _parameters_on_meta(build: Build) -> PreTrainedModel:
-    """Constructs on the host, one parameter at a time moved to meta."""
+    """Constructs on the host and moves each parameter to meta at once."""
     with init_empty_weights(include_buffers=False):
         model = build()
-    model.tie_weights()  # Moving them one by one has made two of each tied parameter.
+    model.tie_weights()  # Moving parameters one by one separates tied ones.
     return model
 
 
 def _unset(dtype: torch.dtype) -> float | int:
-    """A value that no buffer holds once it is filled; a buffer of truth values has none and counts as not filled."""
+    """A value that no initialised buffer holds; bool has none, so a bool buffer counts as not initialised."""
     if dtype.is_floating_point or dtype.is_complex:
         return float("nan")
     return 0 if dtype == torch.bool else torch.iinfo(dtype).min

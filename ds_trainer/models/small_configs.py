@@ -1,4 +1,4 @@
-"""Configs of a model type with a few thousand parameters: all kinds of layers, small sizes, relations kept."""
+"""Configs of a model type with a few thousand parameters: every kind of layer, small sizes in valid relations."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 HEADS, KV_HEADS, HEAD_DIM, VOCAB = 4, 2, 16, 99
 HIDDEN = HEADS * HEAD_DIM
 
-# Role -> size: the first pattern that an attribute's whole name matches. What no pattern matches keeps its default.
+# Pattern -> size: the first pattern that matches an attribute's full name. Without a match the default stays.
 SIZES: tuple[tuple[str, int], ...] = (
     (r"(unpadded_)?vocab_size(_per_layer_input)?|n_words|encoder_hash_byte_group_vocab", VOCAB),
     (r"(backbone_)?hidden_size(_global)?|n_embd|d_model|emb_dim|word_embed_proj_dim|ple_embed_dim", HIDDEN),
@@ -45,16 +45,16 @@ SIZES: tuple[tuple[str, int], ...] = (
     (r"bos_token_id|eos_token_id|decoder_start_token_id|sep_token_id|eod_token_id", 1),
     (r"pad_token_id", 0),
 )
-# Where the default is None, these are to stay so.
+# Attributes that stay None where that is their default.
 OPTIONAL = r".*_rank|.*_token_id|n_inner"
 DEPTHS = r"num_hidden_layers|n_layers?|num_layers|(num_)?(en|de)coder_layers"
 
 _TWO_KINDS = ["sliding_attention", "full_attention"]
 _ROPE = {"rope_type": "default", "rope_theta": 1e4}
 
-# What neither a name nor a default tells. Several configs where one cannot have all modules of the type's plan.
+# Settings that follow from neither a name nor a default. Several configs where one cannot have all modules of the plan.
 VARIANTS: dict[str, tuple[dict[str, Any], ...]] = {
-    # Its default has no rotary parameters, which its rotary embedding wants for each kind of layer.
+    # Its default has no rotary parameters, which its rotary embedding needs for each kind of layer.
     "cohere_compass_text": ({"rope_parameters": dict.fromkeys(_TWO_KINDS, _ROPE)},),
     # Its default has no dense layer, or none beside the sparse ones.
     "cohere2_moe": ({"mlp_layer_types": ["dense", "sparse"]},),
@@ -83,7 +83,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], ...]] = {
     "opt": ({}, {"word_embed_proj_dim": HIDDEN // 2}),
     # Its table of positions is one, not the sum of two whose sizes have to multiply to the length of a sample.
     "reformer": ({"axial_pos_embds": False},),
-    # Its layers have adapters for languages, of which it has to be told one.
+    # Its layers have adapters for languages, one of which must be set.
     "xmod": ({"default_language": "en_XX"},),
     # It routes each token to one expert.
     "zaya": ({"num_experts_per_tok": 1},),
@@ -99,7 +99,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], ...]] = {
     "gemma4_text": ({"enable_moe_block": True, "top_k_experts": 2},),
     # Kinds of layers are run lengths.
     "gpt_neo": ({"attention_types": [[["global"], 1], [["local"], 1]], "attention_layers": ["global", "local"]},),
-    # Its default has neither the indexer nor the n-gram embedding that its plan cuts.
+    # Its default has neither the indexer nor the n-gram embedding that its plan shards.
     "qwen4_exp_text": (
         {
             "indexer_kv_heads": 1,
@@ -114,7 +114,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], ...]] = {
 
 
 def causal_lm_classes(model_type: str) -> tuple[type[PreTrainedModel], type[PretrainedConfig]]:
-    """The class that `AutoModelForCausalLM` makes of a config of the type, and the class of the config it gets."""
+    """The class that `AutoModelForCausalLM` builds for a model type, and the class of its config."""
     cls = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type])
     config_class = CONFIG_MAPPING[model_type]
     return cls, next((part for part in config_class.sub_configs.values() if part == cls.config_class), config_class)
@@ -123,18 +123,18 @@ def causal_lm_classes(model_type: str) -> tuple[type[PreTrainedModel], type[Pret
 def small_configs(config_class: type[PretrainedConfig], min_layers: int = 2) -> list[PretrainedConfig]:
     """Small configs of a class, without dropout, with one layer of each kind that the default config has.
 
-    More than one where one cannot have all modules of the type's plans.
+    Several configs where one cannot have all modules of the type's plans.
 
     Args:
         config_class: The class.
-        min_layers: Where there are fewer kinds, all of them once more, until there are as many layers.
+        min_layers: Least number of layers; where there are fewer kinds, they are repeated.
     """
     text = config_class.sub_configs.get("text_config", config_class)
     variants = VARIANTS.get(getattr(text, "model_type", ""), ({},))
-    return [_scaled_down(config_class, variant, min_layers) for variant in range(len(variants))]
+    return [_small_config(config_class, variant, min_layers) for variant in range(len(variants))]
 
 
-def _scaled_down(config_class: type[PretrainedConfig], variant: int, min_layers: int) -> PretrainedConfig:
+def _small_config(config_class: type[PretrainedConfig], variant: int, min_layers: int) -> PretrainedConfig:
     default = config_class()
     values = {name: None for name in config_class.__dataclass_fields__} | default.to_dict()
     depth = next((value for name, value in values.items() if re.fullmatch(DEPTHS, name)), 0)
@@ -152,14 +152,14 @@ def _scaled_down(config_class: type[PretrainedConfig], variant: int, min_layers:
         given["head_dim"] = given["qk_rope_head_dim"]
     for name in config_class.sub_configs:
         part = getattr(default, name, None)
-        given[name] = _scaled_down(type(part), variant, min_layers) if isinstance(part, PretrainedConfig) else part
+        given[name] = _small_config(type(part), variant, min_layers) if isinstance(part, PretrainedConfig) else part
     given = {name: value for name, value in given.items() if value is not None}
     variants = VARIANTS.get(config_class.model_type, ())
     return config_class(**given | (_deep(variants[variant], len(kinds), min_layers) if variants else {}))
 
 
 def _deep(values: dict[str, Any], depth: int, min_layers: int) -> dict[str, Any]:
-    """A variant, which is written for few layers, with all of these once more until there are enough."""
+    """A variant, which is written for few layers, with its layers repeated until there are `min_layers`."""
     depth = values.get("num_hidden_layers", depth)
     times = ceil(min_layers / depth)
     deep = {name: value * times if _is_per_layer(value, depth) else value for name, value in values.items()}
@@ -167,12 +167,12 @@ def _deep(values: dict[str, Any], depth: int, min_layers: int) -> dict[str, Any]
 
 
 def _is_per_layer(value: Any, depth: int) -> bool:
-    """Whether an attribute says something of each layer, and does not just list the layers' numbers."""
+    """Whether an attribute holds one value for each layer, and is not just the list of layer numbers."""
     return isinstance(value, list | tuple) and len(value) == depth > 0 and list(value) != list(range(depth))
 
 
 def _one_of_each_kind(layers: list[Any]) -> list[int]:
-    """Numbers of the layers that are the first of their kind; two at least."""
+    """Numbers of the layers that are the first of their kind; at least two."""
     kinds = [repr(layer) for layer in layers]
     first = [i for i, kind in enumerate(kinds) if kind not in kinds[:i]]
     return first if len(first) > 1 else [0, 1]
@@ -191,7 +191,7 @@ def _small_or_same(name: str, value: Any) -> Any:
 
 
 def _scaled(name: str, value: Any) -> Any:
-    """The small value of an attribute; None: its default stands."""
+    """The small value of an attribute; None: its default stays."""
     if isinstance(value, float):
         return 0.0 if re.search(r"drop", name) else None
     if name == "mlp_only_layers":

@@ -1,4 +1,4 @@
-"""Where a model's values come from, as engines see it."""
+"""The interface through which engines read a model's values."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ class WeightSource(ABC):
 
     @abstractmethod
     def view(self, name: str, flat: tuple[int, int] | None = None) -> torch.Tensor:
-        """The value of parameter or persistent buffer `name`, in the source's own format, to be copied from at once.
+        """The value of parameter or persistent buffer `name` in the source's dtype, to be copied at once.
 
-        It may be the source's own memory, such as a mapped file: copying straight from it spares a second copy.
+        It may be memory of the source, such as a mapped file: copying directly from it saves a second copy.
 
         Args:
             name: Name in `model.state_dict()`.
-            flat: Start and stop in the row-major flattened tensor; None: the whole tensor.
+            flat: Start and stop in the row-major flattened tensor; None: the full tensor.
 
         Returns:
             Tensor of the full shape, or one-dimensional with `stop - start` elements.
@@ -42,21 +42,21 @@ class WeightSource(ABC):
 
         Args:
             name: As in `view`.
-            dtype: Format wanted.
+            dtype: Dtype of the copy.
             flat: As in `view`.
         """
         return self.view(name, flat).to("cpu", dtype, copy=True, memory_format=torch.contiguous_format)
 
     @abstractmethod
     def stored_dtype(self, name: str) -> torch.dtype:
-        """Format in which the value is kept at its source."""
+        """Dtype of the value at its source."""
 
 
 class ModuleWeights(WeightSource):
-    """A source over a model instance, taken before an engine casts or cuts the instance's own tensors.
+    """Reads the values of a model instance; made before an engine casts or shards the instance's tensors.
 
     Args:
-        model: The instance; its tensors are referred to, not copied.
+        model: The instance; its tensors are referenced, not copied.
     """
 
     def __init__(self, model: nn.Module) -> None:

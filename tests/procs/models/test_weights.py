@@ -176,7 +176,7 @@ def test_tensors_that_are_read_whole_are_said_once_and_others_not(tmp_path, warn
         weights = CheckpointWeights(folder, model := build_skeleton(folder, ModelConfig(), torch.float32))
         for name, _ in model.named_parameters():
             weights.read(name, torch.float32, (0, 1))
-    text = "tensors made by {} on load are read whole by every rank, one at a time"
+    text = "tensors made by {} on load are read in full by every rank, one at a time"
     assert warnings == {text.format("Interleave"), text.format("Inkling2UnpadVocab")}
 
 

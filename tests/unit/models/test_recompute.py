@@ -95,13 +95,15 @@ def test_selective_is_refused_where_transformers_recomputes_hooks_too(monkeypatc
 @pytest.mark.parametrize("how", [True, "selective"])
 def test_a_module_that_is_not_of_transformers_is_refused(how):
     run = RunConfig(model=ModelConfig(gradient_checkpointing=how))
-    with pytest.raises(ConfigError, match="model.gradient_checkpointing is .* and Linear is no model of transformers"):
+    with pytest.raises(
+        ConfigError, match="model.gradient_checkpointing is .* and Linear is not a model of transformers"
+    ):
         build_model(run, nn.Linear(2, 2), None, None)
 
 
 def test_compiling_a_model_without_blocks_is_refused():
     run = RunConfig(model=ModelConfig(compile=True), checkpoint=CheckpointConfig(export=False))
-    with pytest.raises(ModelError, match="model.compile is true and Linear names no blocks"):
+    with pytest.raises(ModelError, match="model.compile is true and Linear lists no blocks"):
         build_model(run, nn.Linear(2, 2), None, None)
 
 
