@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with exit_on_user_error(args.debug):
             return import_module(args.handler).run(args)
     except KeyboardInterrupt:
-        return 130  # As a shell reports it; a run that has begun ends in good order by itself.
+        return 130  # The shell's code for SIGINT; a run in progress handles the signal itself.
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -38,14 +38,14 @@ def _parser() -> argparse.ArgumentParser:
     train.set_defaults(handler="ds_trainer.cli.train")
     _add_export(commands.add_parser("export", help="write a checkpoint's weights as a Hugging Face folder"))
     _add_config(commands.add_parser("config", help="show, check, translate and import a run's JSON"))
-    _add_plan(commands.add_parser("plan", help="say what a run will do, without starting anything"))
-    _add_doctor(commands.add_parser("doctor", help="say what this machine can run", allow_abbrev=False))
+    _add_plan(commands.add_parser("plan", help="show what a run will do, without starting anything"))
+    _add_doctor(commands.add_parser("doctor", help="show what this machine can run", allow_abbrev=False))
     return parser
 
 
 def _number_of_ranks(text: str) -> int:
     if not text.isdecimal() or not 1 <= len(text) <= 6 or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text} is no number of ranks: give 1 or more")
+        raise argparse.ArgumentTypeError(f"{text} is not a number of ranks: give 1 or more")
     return int(text)
 
 
@@ -53,17 +53,17 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(handler="ds_trainer.cli.export")
     parser.add_argument("checkpoint", help="folder of a checkpoint, such as outputs/checkpoint-500")
     parser.add_argument("--out", required=True, metavar="FOLDER", help="where the Hugging Face folder goes")
-    parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="format of the weights (default: the run's)")
+    parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="dtype of the weights (default: the run's)")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
 
 
 def _add_plan(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(handler="ds_trainer.cli.plan")
     subjects = parser.add_subparsers(dest="subject", required=True)
-    schedule = subjects.add_parser("schedule", help="draw what a pipeline's ranks do when", allow_abbrev=False)
+    schedule = subjects.add_parser("schedule", help="draw the timeline of a pipeline's ranks", allow_abbrev=False)
     _add_run(schedule)
     schedule.add_argument(
-        "--world", type=_number_of_ranks, metavar="N", help="number of ranks (default: those of one copy of the model)"
+        "--world", type=_number_of_ranks, metavar="N", help="number of ranks (default: those of one model replica)"
     )
     schedule.add_argument("--output", metavar="FILE", help="draw a picture too: a .png, .pdf or .svg")
 
@@ -82,7 +82,7 @@ def _add_config(parser: argparse.ArgumentParser) -> None:
     for name, text in (
         ("show", "print every resolved value and where it comes from"),
         ("check", "report every fault, without starting anything"),
-        ("translate", "print the run in the words of an engine or another tool"),
+        ("translate", "print the run as the config of an engine or another tool"),
     ):
         action = actions.add_parser(name, help=text, allow_abbrev=False)
         _add_run(action)

@@ -35,10 +35,10 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
-_ROOM_FOR_NOTES = 160
-_NOTES_ELSEWHERE = (
-    "accelerate does as that which it runs on (*: not in all). --backend NAME, or a pipe, says what a key is mapped to "
-    "and why one is refused."
+_WIDTH_FOR_NOTES = 160
+_CAPTION_WITHOUT_NOTES = (
+    "accelerate does what its backend does (*: with exceptions). --backend NAME, or a pipe, says what a key is mapped "
+    "to and why it is refused."
 )
 
 
@@ -120,7 +120,11 @@ def _check(args: argparse.Namespace) -> int:
     except ConfigErrors as found:
         errors += found.errors
     else:
-        for text in [*resolved.warnings, *_left_to_a_script(loaded.config), *_left_to_the_load(loaded.config, spec)]:
+        for text in [
+            *resolved.warnings,
+            *_needed_by_the_command(loaded.config),
+            *_checked_at_load(loaded.config, spec),
+        ]:
             print(f"warning: {text}")
     if errors:
         print("\n\n".join(str(error) for error in errors), file=sys.stderr)
@@ -129,13 +133,13 @@ def _check(args: argparse.Namespace) -> int:
     return 0
 
 
-def _left_to_a_script(config: RunConfig) -> Iterator[str]:
+def _needed_by_the_command(config: RunConfig) -> Iterator[str]:
     for key, argument in (("model.path", "model"), ("data.train", "train_dataset")):
         if value(config, key) is None:
             yield f"{key} is not set: `ds-trainer train` needs it, a script may pass Trainer({argument}=...) instead"
 
 
-def _left_to_the_load(config: RunConfig, spec: ModelSpec | None) -> Iterator[str]:
+def _checked_at_load(config: RunConfig, spec: ModelSpec | None) -> Iterator[str]:
     for axis in ("pp", "tp"):
         size = getattr(config.parallel, axis)
         if size > 1 and spec is None:
@@ -161,10 +165,14 @@ def _show(args: argparse.Namespace) -> int:
     for text in resolved.warnings:
         console.print(f"warning: {text}")
     parallel = resolved.config.parallel
-    whole = "model" if parallel.pp == 1 else "stages, all together,"
+    what = "model" if parallel.pp == 1 else "stages, all together,"
     tables = (
         (STAGE_COLUMNS, stage_rows(resolved, spec), f"the layers on each of {parallel.pp} pipeline ranks"),
-        (SHARE_COLUMNS, share_rows(resolved.config, spec), f"the {whole} on each of {parallel.tp} tensor ranks"),
+        (
+            SHARE_COLUMNS,
+            share_rows(resolved.config, spec),
+            f"the {what} on each of {parallel.tp} tensor-parallel ranks",
+        ),
     )
     for columns, parts, title in tables:
         if parts:
@@ -173,8 +181,10 @@ def _show(args: argparse.Namespace) -> int:
                 table.add_row(*part)
             console.print(table)
     of_what = "parameter" if parallel.tp * parallel.pp == 1 else "parameter of its part of the model"
-    title = f"bytes per {of_what} that each of {resolved.dp_size} data ranks keeps, buffers and activations apart"
-    # Numbers as narrow as they can be leave room for the reason on a terminal of 80 columns.
+    title = (
+        f"bytes per {of_what} that each of {resolved.dp_size} data-parallel ranks keeps, buffers and activations apart"
+    )
+    # Narrow columns of numbers leave space for the reason on a terminal of 80 columns.
     *numbers, why = COST_COLUMNS
     narrow = (Column(name.replace(" ", "\n"), no_wrap=True) for name in numbers)
     costs = Table(*narrow, Column(why), title=title, padding=0)
@@ -185,15 +195,19 @@ def _show(args: argparse.Namespace) -> int:
 
 
 def _support_table(resolved: ResolvedConfig, engine: str, width: int) -> Table:
-    """What one engine, or all of them, do with every key; of all of them in a word each where notes have no room."""
+    """What one engine, or each of them, does with every key; on a narrow terminal one word for each of them."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Column, Table
 
     engines = ENGINES if engine == "all" else (engine,)
-    if len(engines) > 1 and width < _ROOM_FOR_NOTES:
+    if len(engines) > 1 and width < _WIDTH_FOR_NOTES:
         narrow = (Column(name, no_wrap=True) for name in engines)
         table = Table(
-            Column("key", overflow="fold"), *narrow, caption=_NOTES_ELSEWHERE, padding=(0, 1, 0, 0), box=SIMPLE_HEAD
+            Column("key", overflow="fold"),
+            *narrow,
+            caption=_CAPTION_WITHOUT_NOTES,
+            padding=(0, 1, 0, 0),
+            box=SIMPLE_HEAD,
         )
         for key in leaf_values(resolved.config):
             table.add_row(key, *(_word(cell(key, name)) for name in engines))
@@ -213,29 +227,29 @@ def _word(text: str) -> str:
 
 
 def rows(resolved: ResolvedConfig) -> list[tuple[str, str, str]]:
-    """Key, value and reason of everything that has a part in the run."""
-    idle = _without_part(resolved)
+    """Key, value and reason of every key that the run uses."""
+    unused = _unused_keys(resolved)
     return [
         (key, json.dumps(item), resolved.reasons[key])
         for key, item in leaf_values(resolved.config).items()
-        if key not in idle
+        if key not in unused
     ]
 
 
-def _without_part(resolved: ResolvedConfig) -> set[str]:
-    """Keys that the engine refuses, or that belong to a stage, an offload or a format that the run does not have."""
+def _unused_keys(resolved: ResolvedConfig) -> set[str]:
+    """Keys that the engine refuses, or that belong to a stage, an offload or a dtype that the run does not use."""
     engine = engine_column(resolved.config)
     if engine not in known_engines():
         return set()
-    idle = {key for key in leaf_values(resolved.config) if key_support(key, engine).status == "refused"}
+    unused = {key for key in leaf_values(resolved.config) if key_support(key, engine).status == "refused"}
     if backend(resolved.config) == "deepspeed":
         written = flatten(to_deepspeed(resolved))
         natives = unified_keys().items()
         unwritten = {key for _, key in natives} - {key for native, key in natives if native in written}
-        idle |= {key for key in unwritten if not key.endswith(".device")}
+        unused |= {key for key in unwritten if not key.endswith(".device")}
     if backend(resolved.config) == "fsdp2":
-        idle |= {key for key in resolved.reasons if key.startswith("zero.") and resolved.reasons[key] == "default"}
-    return idle | {"$schema"}
+        unused |= {key for key in resolved.reasons if key.startswith("zero.") and resolved.reasons[key] == "default"}
+    return unused | {"$schema"}
 
 
 STAGE_COLUMNS = ("stage", "rank", "layers", "share of the time", "parameters")
@@ -275,7 +289,7 @@ SHARE_COLUMNS = ("what", "in all", "on a rank")
 
 
 def share_rows(config: RunConfig, spec: ModelSpec | None) -> list[tuple[str, str, str]]:
-    """Heads, widths, experts and vocabulary per tensor rank, under `SHARE_COLUMNS`; none where they are not known."""
+    """Heads, widths, experts and vocabulary per tensor-parallel rank, under `SHARE_COLUMNS`; none if not known."""
     shares = None if spec is None or spec.pickled or config.parallel.tp == 1 else shares_of(config, spec)
     return [] if shares is None else shares.table(config.parallel.tp)
 
@@ -284,7 +298,7 @@ COST_COLUMNS = ("stage", "gradients", "after backward", "after step", "on host",
 
 
 def cost_rows(resolved: ResolvedConfig) -> list[tuple[str, ...]]:
-    """What every stage would keep, under `COST_COLUMNS`; the run's own row is marked."""
+    """What every ZeRO stage would keep, under `COST_COLUMNS`; the run's own row is marked."""
     config = resolved.config
     is_zero = backend(config) == "deepspeed"
     table = []

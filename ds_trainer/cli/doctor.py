@@ -1,4 +1,4 @@
-"""`ds-trainer doctor`: says what this machine can run, and compiles DeepSpeed's ops ahead of the first run."""
+"""`ds-trainer doctor`: shows what this machine can run, and compiles DeepSpeed's ops ahead of the first run."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
     config = RunConfig.model_validate_json(json.dumps(checkpoint.json(RUN)))
     if config.model.path is None:
         raise CheckpointError(
-            f"{checkpoint.folder} is of a model instance that was handed to Trainer",
+            f"{checkpoint.folder} is of a model instance that was passed to Trainer",
             "an export needs the class and the config of the model, which are in a script",
             "set checkpoint.resume to it in that script and call save_model()",
         )

@@ -27,10 +27,10 @@ def import_file(args: argparse.Namespace) -> int:
     """Prints the report to stderr, and the run's JSON to stdout or to `--out`; `-` is stdin.
 
     Returns:
-        2 where the outcome breaks a rule, which is then told beneath the report, and nothing is written; else 0.
+        2 where the result breaks a rule: the errors follow the report, and nothing is written; else 0.
 
     Raises:
-        ConfigError: The file cannot be read or is not of its kind, or `--out` exists or cannot be written.
+        ConfigError: The file cannot be read or has another format, or `--out` exists or cannot be written.
     """
     path, out = Path("/dev/stdin" if args.config == "-" else args.config), Path(args.out) if args.out else None
     if out is not None and out.exists():

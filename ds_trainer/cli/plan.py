@@ -48,7 +48,7 @@ def _schedule(args: argparse.Namespace) -> int:
             "a schedule is the order in which micro-batches pass through the ranks of a pipeline",
             "set parallel.pp to 2 or more, in the file or with --set parallel.pp=N",
         )
-    args.world = args.world or _one_copy(parallel)
+    args.world = args.world or _one_replica(parallel)
     resolved, spec = resolved_run(args, args.set)
     timeline = simulated(resolved.config, spec)
     width = get_terminal_size((100, 24)).columns
@@ -79,7 +79,7 @@ def _picture(name: str) -> Path:
     return path
 
 
-def _one_copy(parallel: ParallelConfig) -> int:
+def _one_replica(parallel: ParallelConfig) -> int:
     """Ranks of the smallest world that the run fits."""
     return parallel.pp * parallel.tp * parallel.dp_replicate * (parallel.dp_shard or 1)
 
@@ -89,7 +89,7 @@ def simulated(config: RunConfig, spec: ModelSpec | None) -> Timeline:
 
     Args:
         config: The run.
-        spec: The checkpoint, by whose FLOPs stages are weighed; None: all are taken as alike.
+        spec: The checkpoint, whose FLOPs are the costs of the stages; None: all stages cost the same.
     """
     parallel, batch = config.parallel, config.batch
     assert parallel.virtual_stages is not None and batch.accumulation is not None
@@ -98,7 +98,7 @@ def simulated(config: RunConfig, spec: ModelSpec | None) -> Timeline:
 
 
 def stage_costs(config: RunConfig, spec: ModelSpec | None) -> Sequence[float] | None:
-    """What each stage takes, 1 on average; None where it is not known."""
+    """The cost of each stage, 1 on average; None where it is not known."""
     parts = None if spec is None else model_parts(spec)
     if spec is None or parts is None:
         return None
@@ -109,7 +109,7 @@ def stage_costs(config: RunConfig, spec: ModelSpec | None) -> Sequence[float] | 
 
 
 def described(resolved: ResolvedConfig, spec: ModelSpec | None, timeline: Timeline) -> Iterator[str]:
-    """What is to be read from a timeline, in words."""
+    """The figures of a timeline, one line each."""
     schedule = timeline.schedule
     kinds = Counter(action.kind for action in schedule.actions[0])
     legend = [*(text for kind, text in _MEANINGS.items() if kind in kinds), "dots: idle"]
@@ -126,7 +126,7 @@ def described(resolved: ResolvedConfig, spec: ModelSpec | None, timeline: Timeli
     yield f"step           takes {length:.4g} {part}; {length * (1 - timeline.idle):.4g} without a bubble"
     costs = stage_costs(resolved.config, spec)
     if costs is None:
-        yield "stages         taken as equally long: model.path is no folder here that tells its layers"
+        yield "stages         taken as equally long: model.path is no folder here that shows its layers"
     else:
         yield f"stages         the longest takes {max(costs):.2f} times the mean, by FLOPs"
 
@@ -146,7 +146,7 @@ def compared(config: RunConfig, spec: ModelSpec | None) -> Iterator[tuple[str, .
 
 
 def _with_schedule(config: RunConfig, name: str) -> RunConfig:
-    """The run under a schedule: with as many stages on a rank if the schedule has so many, dealt out anew."""
+    """The run under another schedule: with as many stages on a rank if the schedule allows it, assigned anew."""
     parallel = config.parallel
     if name == parallel.schedule:
         return config
@@ -158,7 +158,7 @@ def _with_schedule(config: RunConfig, name: str) -> RunConfig:
 
 
 def _refused(config: RunConfig, spec: ModelSpec | None) -> str | None:
-    """Why the run cannot have this schedule, and what it needs."""
+    """The rule that refuses the schedule for this run, and what to change; None: it is accepted."""
     parallel, batch = config.parallel, config.batch
     assert parallel.virtual_stages is not None and batch.accumulation is not None
     if reason := schedule_problem(parallel.schedule, parallel.pp, parallel.virtual_stages, batch.accumulation):

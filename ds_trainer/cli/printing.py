@@ -1,4 +1,4 @@
-"""What commands have in common that print and are done."""
+"""Output of commands whose reader may close the pipe early."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 
 def print_until_closed(command: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
-    """Runs a command that prints; it ends without a word, and with 1, where its reader (`| head`) has seen enough."""
+    """Runs a command that prints; returns 1, silently, where its reader (`| head`) closes the pipe."""
     try:
         code = command(args)
         sys.stdout.flush()

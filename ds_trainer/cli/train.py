@@ -1,4 +1,4 @@
-"""`ds-trainer train run.json`, and the same arguments for scripts of one's own."""
+"""`ds-trainer train run.json`, and the same arguments for a user's scripts."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_local_rank(parser: argparse.ArgumentParser) -> None:
-    """Accepts what the deepspeed launcher puts before all other arguments; its variables say the same."""
-    # No default: that of a sub-command would hide what was given before its name.
+    """Accepts the option that the deepspeed launcher puts before all others; its variables say the same."""
+    # No default: a sub-command's default would override a value given before its name.
     parser.add_argument("--local_rank", "--local-rank", type=int, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
 
 
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     config = config_from_arguments(args)
     if args.nproc is not None:
         return run_ranks(_command_of_a_rank(args), args.nproc)
-    from ds_trainer import Trainer  # Loads torch, which takes seconds: a wrong config is told before.
+    from ds_trainer import Trainer  # Loads torch, which takes seconds: a wrong config is reported before.
 
     trainer = Trainer(config=config)
     trainer.train()
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _command_of_a_rank(args: argparse.Namespace) -> list[str]:
-    """The same command without `--nproc`, its output unbuffered, so that nothing of a rank that dies is lost."""
+    """The same command without `--nproc`, with unbuffered output: the last lines of a rank that dies are kept."""
     named = [f"--set={setting}" for setting in args.set]
     if args.deepspeed_config is not None:
         named.append(f"--deepspeed_config={args.deepspeed_config}")

@@ -1,1 +1,1 @@
-"""The unified config: schema, cross-section rules, reading, resolving, and mapping to each engine. Pure: no torch."""
+"""The unified config: schema, rules across sections, reading, resolving, and the arguments of each engine. Pure."""

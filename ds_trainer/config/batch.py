@@ -1,4 +1,4 @@
-"""The batch equation: global_size = micro_size x accumulation x data ranks. Pure.
+"""The batch equation: global_size = micro_size x accumulation x data-parallel ranks. Pure.
 
 Under a pipeline accumulation is the number of micro-batches that pass through it in a step, which its schedule must
 take.
@@ -13,9 +13,9 @@ from ds_trainer.config.training_sections import BatchConfig
 from ds_trainer.errors import ConfigError
 from ds_trainer.planning.pp_schedules import schedule_problem
 
-_RULE = "batch.global_size = batch.micro_size x batch.accumulation x data ranks"
+_RULE = "batch.global_size = batch.micro_size x batch.accumulation x data-parallel ranks"
 _PER_PIPELINE_RANK = 4
-"""Micro-batches to a pipeline rank where nothing else determines them: filling and draining take (p-1)/(5p-1)."""
+"""Micro-batches per pipeline rank where no key determines them: filling and draining take (p-1)/(5p-1) of a step."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class BatchSizes:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """What decides how many micro-batches a step can have.
+    """The settings that decide how many micro-batches a step can have.
 
     Args:
         schedule: As in `parallel.schedule`.
@@ -54,7 +54,7 @@ class Pipeline:
         return self.ranks == 1 or schedule_problem(self.schedule, self.ranks, self.virtual_stages, accumulation) is None
 
     def nearest(self, accumulation: int) -> list[int]:
-        """The numbers that it takes next below and above one that it does not."""
+        """The nearest accepted numbers below and above one that is not accepted."""
         below = next((number for number in range(accumulation - 1, 0, -1) if self.takes(number)), None)
         above = accumulation + 1
         while not self.takes(above):
@@ -64,7 +64,7 @@ class Pipeline:
 
 @dataclass(frozen=True)
 class _DPRanks:
-    """Ranks that see different samples, and the words for them."""
+    """Data-parallel ranks: how many, and how error texts derive the number."""
 
     number: int
     tp: int
@@ -74,16 +74,16 @@ class _DPRanks:
         axes = [f"parallel.{axis} {size}" for axis, size in (("pp", self.pp), ("tp", self.tp)) if size > 1]
         divisor = axes[0] if len(axes) == 1 else f"({' x '.join(axes)})"
         every = f" ({self.number * self.tp * self.pp} ranks / {divisor})" if axes else ""
-        return f"{self.number} data ranks{every}"
+        return f"{self.number} data-parallel ranks{every}"
 
 
 def solve_batch(batch: BatchConfig, dp_size: int, tp: int = 1, pipeline: Pipeline | None = None) -> BatchSizes:
-    """Fills in what the given numbers determine; what they leave open is 1, or under a pipeline what it takes.
+    """Fills in the numbers that the given ones determine; the others are 1, or under a pipeline what it takes.
 
     Args:
         batch: Section with any of the three numbers.
-        dp_size: Ranks that see different samples.
-        tp: Ranks that share a stage of a copy of the model, and so see the same samples.
+        dp_size: Data-parallel ranks, which see different samples.
+        tp: Tensor-parallel ranks, which see the same samples.
         pipeline: The pipeline; None: there is none.
 
     Raises:
@@ -125,7 +125,7 @@ def _from_total(
 
 
 def _smallest_micro_size(total: int, ranks: _DPRanks, pipeline: Pipeline) -> int:
-    """1, or the next that divides a data rank's samples into a number of micro-batches that the pipeline takes."""
+    """The smallest size whose number of micro-batches the pipeline takes."""
     share = total // ranks.number
     if total % ranks.number:
         return 1  # No size divides it: the error names those that do.
@@ -151,7 +151,7 @@ def _from_factors(micro: int | None, accumulation: int | None, ranks: _DPRanks, 
 
 
 def _not_taken(batch: BatchConfig, solved: BatchSizes, ranks: _DPRanks, pipeline: Pipeline) -> ConfigError:
-    """The refusal of a number of micro-batches: what it comes from, and every single change that works."""
+    """The error for a number of micro-batches that the schedule refuses, with every single change that works."""
     refused = schedule_problem(pipeline.schedule, pipeline.ranks, pipeline.virtual_stages, solved.accumulation)
     assert refused is not None
     found, rule, change = refused

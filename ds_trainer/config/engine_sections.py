@@ -21,17 +21,17 @@ class ParallelConfig(Section):
     engine: Name = "deepspeed"
     """`deepspeed`, `fsdp2`, `ddp`, `accelerate`, or a plug-in of the entry-point group `ds_trainer.engines`."""
     dp_replicate: Ranks = 1
-    """Copies of the sharded model (HSDP, fsdp2): data ranks = dp_replicate x dp_shard."""
+    """Replicas of the sharded model (HSDP, fsdp2): data-parallel ranks = dp_replicate x dp_shard."""
     dp_shard: Ranks | None = None
-    """Ranks over which fsdp2 cuts one copy of the model; None: data ranks / dp_replicate."""
+    """Ranks over which fsdp2 shards one replica of the model; None: data-parallel ranks / dp_replicate."""
     tp: Ranks = 1
-    """Tensor parallelism: ranks that share every layer of one copy of the model; data ranks = ranks / (tp x pp)."""
+    """Tensor parallelism: ranks over which every layer is sharded; data-parallel ranks = ranks / (tp x pp)."""
     tp_plan: dict[Name, Name] | None = None
     """Module name, `*` for any part of it -> style ("colwise", "rowwise", "replicate", ...), over the type's plan."""
     sequence_parallel: bool = False
     """With tp: norms, dropout and residuals on 1/tp of the sequence (Korthikanti et al. 2022)."""
     keep_gathered_input: bool = False
-    """With sequence_parallel: keep each gathered input for the backward pass, which else gathers it again."""
+    """With sequence_parallel: keep each gathered input for the backward pass instead of gathering it again."""
     pp: Ranks = 1
     """Pipeline parallelism: ranks that each hold some layers; batch.accumulation micro-batches pass through them."""
     schedule: Schedule = "1f1b"
@@ -43,12 +43,12 @@ class ParallelConfig(Section):
 
 
 class OffloadOptimizerConfig(Section):
-    """Where DeepSpeed keeps fp32 masters and optimizer states; names as in DeepSpeed."""
+    """Where DeepSpeed keeps fp32 master weights and optimizer states; names as in DeepSpeed."""
 
     device: Literal["none", "cpu", "nvme"] = "none"
     """`cpu` from stage 1, `nvme` from stage 3."""
     nvme_path: Name | None = None
-    """Folder on the NVMe drive; each run and rank uses a sub-folder of its own, removed at the end."""
+    """Folder on the NVMe drive; each run and rank uses its own sub-folder, removed at the end."""
     pin_memory: bool | None = None
     """Page-locked host buffers; None: on with a GPU."""
     buffer_count: Annotated[int, Field(gt=0, le=10**4)] = 4
@@ -58,7 +58,7 @@ class OffloadOptimizerConfig(Section):
     pipeline_write: bool = False
     """Write the last sub-group while this one is updated (nvme)."""
     ratio: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
-    """Share of the optimizer's work done on the host (stage 3, cpu, adamw with a constant learning rate)."""
+    """Fraction of the optimizer's work done on the host (stage 3, cpu, adamw with a constant learning rate)."""
 
 
 class OffloadParamConfig(Section):
@@ -67,7 +67,7 @@ class OffloadParamConfig(Section):
     device: Literal["none", "cpu", "nvme"] = "none"
     """Stage 3 only."""
     nvme_path: Name | None = None
-    """Folder on the NVMe drive; each run and rank uses a sub-folder of its own, removed at the end."""
+    """Folder on the NVMe drive; each run and rank uses its own sub-folder, removed at the end."""
     pin_memory: bool | None = None
     """Page-locked host buffers; None: on with a GPU."""
     buffer_count: Annotated[int, Field(gt=0, le=10**4)] | None = None
@@ -105,7 +105,7 @@ class ZeroConfig(Section):
     aio: AioConfig = AioConfig()
     """File I/O of nvme offload."""
     overlap_comm: bool | None = None
-    """Reduce gradients while the backward pass goes on; None: on at stage 3 with a GPU, as in DeepSpeed."""
+    """Reduce gradients during the backward pass; None: on at stage 3 with a GPU, as in DeepSpeed."""
     contiguous_gradients: bool = True
     """Copy gradients into one buffer as they are made."""
     reduce_scatter: bool = True
@@ -123,7 +123,7 @@ class ZeroConfig(Section):
     stage3_param_persistence_threshold: Threshold | None = None
     """Parameters smaller than this stay gathered (stage 3); None: 1e5, or 10 x hidden size when that is known."""
     stage3_model_persistence_threshold: Threshold | None = None
-    """Most elements that stay gathered for good (stage 3); None: no bound."""
+    """Most elements that always stay gathered (stage 3); None: no bound."""
     stage3_max_live_parameters: Threshold | None = None
     """Elements gathered at a time (stage 3); None: 1e9."""
     stage3_max_reuse_distance: Threshold | None = None
@@ -157,13 +157,13 @@ class FSDPConfig(Section):
     """PyTorch FSDP2; keys named as the arguments of `fully_shard` and of accelerate's FSDP plugin."""
 
     reshard_after_forward: bool | Annotated[int, Field(gt=1, le=10**6)] | None = None
-    """Free gathered parameters after forward; a number: cut them over so many ranks. None: `zero.stage`'s, or true."""
+    """Free gathered parameters after forward; a number: shard them over so many ranks; None: `zero.stage` or true."""
     cpu_offload: bool | None = None
     """Keep parameters, gradients and optimizer states on the host, where the optimizer runs; None: `zero.offload_*`."""
     pin_memory: bool | None = None
     """Page-locked host memory for `cpu_offload`; None: with a GPU."""
     buffer_dtype: Literal["fp32", "bf16", "fp16"] | None = None
-    """Format of floating-point buffers; None: as the model makes them, which rotary frequencies need."""
+    """Dtype of floating-point buffers; None: as the model makes them, which rotary frequencies need."""
     auto_wrap_policy: Literal["transformer_based_wrap", "size_based_wrap", "no_wrap"] | None = None
     """What is gathered at once: a block, modules of `min_num_params`, or all; None: by the keys below, or blocks."""
     transformer_layer_cls_to_wrap: Annotated[tuple[Name, ...], Field(min_length=1)] | None = None
@@ -175,10 +175,10 @@ class FSDPConfig(Section):
 
 
 class AccelerateConfig(Section):
-    """Hugging Face accelerate, driven by this JSON."""
+    """Hugging Face accelerate, configured by this JSON."""
 
     backend: Literal["deepspeed", "fsdp2", "ddp"] = "deepspeed"
-    """What accelerate runs on; its own section of this JSON (`zero`, `fsdp`, `ddp`) applies."""
+    """The backend that accelerate runs on; the section of that backend (`zero`, `fsdp`, `ddp`) applies."""
 
 
 class LossScaleConfig(Section):
@@ -191,18 +191,18 @@ class LossScaleConfig(Section):
     hysteresis: PositiveInt = 2
     """Overflows before the scale halves."""
     min_loss_scale: PositiveInt = 1
-    """The scale's lower end: an overflow there counts as non-finite."""
+    """Lower bound of the scale: an overflow there counts as non-finite."""
 
 
 class PrecisionConfig(Section):
-    """Number formats. Masters and optimizer states are always fp32."""
+    """Dtypes. Master weights and optimizer states are always fp32."""
 
     dtype: Literal["fp32", "bf16", "fp16"] | None = None
-    """Format of the forward and backward pass; None: bf16 where the device has it natively, else fp32."""
+    """Dtype of the forward and backward pass; None: bf16 where the device has it natively, else fp32."""
     grad_dtype: Literal["fp32", "bf16", "fp16"] | None = None
-    """Format in which micro-batches' gradients are accumulated; None: fp32 (fp16 with fp16 at stage 0)."""
+    """Dtype in which micro-batches' gradients are accumulated; None: fp32 (fp16 with fp16 at stage 0)."""
     communication_data_type: Literal["fp32", "bf16", "fp16"] | None = None
-    """Format in which gradients are reduced over ranks; None: that of accumulation."""
+    """Dtype in which gradients are reduced over ranks; None: that of accumulation."""
     loss_scale: LossScaleConfig = LossScaleConfig()
     """Loss scaling, used with fp16 only."""
 

@@ -48,7 +48,7 @@ class DataConfig(Section):
     on_too_long: Literal["truncate", "drop", "error"] = "truncate"
     """What happens to a sample longer than `max_length`."""
     max_affected_fraction: Fraction = 0.5
-    """Largest share of samples that may be truncated, dropped or left without a supervised token."""
+    """Largest fraction of samples that may be truncated, dropped or left without a supervised token."""
     chat_template: Name | None = None
     """File with a Jinja chat template, used instead of the tokenizer's."""
     cache_dir: Name | None = None
@@ -60,6 +60,6 @@ class DataConfig(Section):
     num_workers: Annotated[int, Field(ge=0, le=1000)] = 0
     """Processes per rank that read and collate samples; 0: the training process does."""
     prefetch_factor: Annotated[int, Field(gt=0, le=10**4)] = 2
-    """Micro-batches that each worker makes ahead."""
+    """Micro-batches that each worker prepares ahead."""
     pin_memory: bool | None = None
-    """Hand batches over in page-locked memory; None: with a GPU."""
+    """Put batches into page-locked memory; None: with a GPU."""

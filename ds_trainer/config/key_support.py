@@ -1,4 +1,4 @@
-"""What becomes of every key on every engine: nothing is dropped in silence. Pure."""
+"""What every engine does with every key: nothing is dropped in silence. Pure."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ Status = Literal["mapped", "implied", "refused", "no_effect"]
 
 @dataclass(frozen=True)
 class KeySupport:
-    """What becomes of a key on an engine.
+    """What an engine does with a key.
 
     Args:
         status: `mapped`: handed to the engine. `implied`: done by ds_trainer itself, alike on every engine. `refused`:
             an error when it asks for something. `no_effect`: runs, with a warning when it is set.
-        note: One line for people.
-        already: Values of a refused key that say what happens anyway.
+        note: One line of explanation.
+        already: Values of a refused key that ask for what happens anyway.
     """
 
     status: Status
@@ -31,7 +31,7 @@ _OURS = {
     "$schema": KeySupport("implied", "read by editors"),
     "accelerate": KeySupport("refused", "it says what the accelerate engine runs on"),
 }
-_ALL_RANKS = "it lays out the data ranks of fsdp2; this engine takes all of them as one group"
+_ALL_RANKS = "it lays out the data-parallel ranks of fsdp2; this engine takes all of them as one group"
 _ONE_GROUP = {
     "parallel.dp_replicate": KeySupport("refused", _ALL_RANKS, (1,)),
     "parallel.dp_shard": KeySupport("refused", _ALL_RANKS),
@@ -42,7 +42,9 @@ _GRAD_SCALER = {
     "precision.loss_scale.hysteresis": KeySupport("no_effect", "torch.amp.GradScaler halves at each overflow"),
     "precision.loss_scale.min_loss_scale": KeySupport("no_effect", "torch.amp.GradScaler has no lower end"),
 }
-_OWN_ENGINES = "the engines deepspeed, fsdp2 and ddp run parts of a model; accelerate takes all ranks as data ranks"
+_OWN_ENGINES = (
+    "the engines deepspeed, fsdp2 and ddp have tensor and pipeline parallelism; accelerate has data parallelism alone"
+)
 _NO_MODEL_PARALLELISM = {
     "parallel.tp": KeySupport("refused", _OWN_ENGINES, (1,)),
     "parallel.pp": KeySupport("refused", _OWN_ENGINES, (1,)),
@@ -59,8 +61,8 @@ _TABLE: dict[str, dict[str, KeySupport]] = {
     "deepspeed": _OURS
     | _ONE_GROUP
     | {
-        "parallel.tp": KeySupport("mapped", "the mpu that names the data ranks, and the batch's factors"),
-        "parallel.pp": KeySupport("mapped", "the mpu that names the data ranks, and the batch's factors"),
+        "parallel.tp": KeySupport("mapped", "the mpu that names the data-parallel ranks, and the batch's factors"),
+        "parallel.pp": KeySupport("mapped", "the mpu that names the data-parallel ranks, and the batch's factors"),
         "zero": KeySupport("mapped", "zero_optimization and aio"),
         "precision.dtype": KeySupport("mapped", "bf16, fp16; torch_autocast for bf16 at stage 0"),
         "precision.grad_dtype": KeySupport("mapped", "data_types.grad_accum_dtype"),
@@ -112,11 +114,11 @@ _TABLE: dict[str, dict[str, KeySupport]] = {
     | _GRAD_SCALER
     | _NO_DEEPSPEED
     | {
-        "parallel.tp": KeySupport("mapped", "process_group: the data ranks"),
-        "parallel.pp": KeySupport("mapped", "process_group: the data ranks"),
+        "parallel.tp": KeySupport("mapped", "process_group: the data-parallel ranks"),
+        "parallel.pp": KeySupport("mapped", "process_group: the data-parallel ranks"),
         "ddp": KeySupport("mapped", "arguments of DistributedDataParallel and its communication hooks"),
         "precision.dtype": KeySupport("mapped", "torch.autocast over fp32 parameters"),
-        "precision.grad_dtype": KeySupport("refused", "DDP accumulates in the parameters' format", ("fp32",)),
+        "precision.grad_dtype": KeySupport("refused", "DDP accumulates in the parameters' dtype", ("fp32",)),
         "precision.communication_data_type": KeySupport(
             "refused", "on DDP gradients are compressed by ddp.comm_hook", ("fp32",)
         ),
@@ -139,7 +141,7 @@ def known_engines() -> tuple[str, ...]:
 
 
 def key_support(key: str, engine: str) -> KeySupport:
-    """What becomes of a dotted leaf key on an engine: the entry of its longest prefix.
+    """What an engine does with a dotted leaf key: the entry of its longest prefix.
 
     Raises:
         KeyError: The engine is not in the table.

@@ -1,4 +1,4 @@
-"""What every engine does with every key, as people read it: for `config show --backend` and the README. Pure."""
+"""What every engine does with every key, as text: for `config show --backend` and the docs. Pure."""
 
 from __future__ import annotations
 

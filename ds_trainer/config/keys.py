@@ -1,4 +1,4 @@
-"""The schema's leaf keys, their defaults and docs, and the nearest known key to a wrong one. Pure."""
+"""The schema's leaf keys, their defaults and docs, and the known key that is nearest to a wrong one. Pure."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ FOREIGN_SPELLINGS = {
     "zero_optimization": "zero",
     "zero_stage": "zero.stage",
 }
-"""Keys of transformers, DeepSpeed, axolotl and others by their last part -> the key that means it here."""
+"""Keys of transformers, DeepSpeed, axolotl and others by their last part -> the corresponding key here."""
 
 
 def _walk(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
@@ -185,7 +185,7 @@ def nearest(key: str) -> str | None:
 
 
 def suggestion(key: str) -> str:
-    """What to do about an unknown dotted key: the key that was meant, or where the keys are listed."""
+    """What to change about an unknown dotted key: the key that was meant, or where the keys are listed."""
     last, meant = key.rpartition(".")[2], nearest(key)
     if meant is None:
         return f"remove {key}; `ds-trainer config schema` lists every key"

@@ -1,4 +1,4 @@
-"""What a config's derived values need to know of the machine, without torch. Pure."""
+"""The properties of the machine that a config's derived values depend on, without torch. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one rank keeps in memory and on NVMe: the table of `memory`, and the buffers that the config sizes. Pure."""
+"""What one rank keeps in memory and on NVMe: rows of `planning.memory` for a run, and the config's buffers. Pure."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from ds_trainer.planning.memory import (
 
 
 def memory_row(resolved: ResolvedConfig) -> MemoryRow:
-    """The row of the table for a run; an engine that is not built in is taken to keep what stage 0 keeps."""
+    """The row of the table for a run; a plug-in engine is assumed to keep what stage 0 keeps."""
     config = resolved.config
     zero, precision, optimizer = config.zero, config.precision, config.optimizer
     dtype, momentum = precision.dtype or "fp32", config.optimizer.momentum > 0
     if backend(config) == "ddp":
-        # Under a pipeline gradients are put into one bucket after another once all of them are there.
+        # Under a pipeline gradients are copied into one bucket after another once all passes are done.
         is_view = config.ddp.gradient_as_bucket_view and config.parallel.pp == 1
         return ddp_bytes_per_parameter(dtype, optimizer.name, gradient_as_bucket_view=is_view, momentum=momentum)
     if backend(config) == "fsdp2":
@@ -54,10 +54,10 @@ def memory_row(resolved: ResolvedConfig) -> MemoryRow:
 
 
 def memory_rows_by_stage(resolved: ResolvedConfig) -> dict[tuple[int, str], MemoryRow]:
-    """The run's row and those of its neighbours: stage and gradient format -> row.
+    """The run's row and those of the other ZeRO stages: stage and gradient dtype -> row.
 
-    At each stage gradients in fp32 and, where the stage has it, in the backward pass's own format; the run's offload
-    where the stage has it. Outside DeepSpeed there is one row, under a pipeline there are stages 0 and 1 only.
+    Gradients are fp32 and, where the stage has it, of the backward pass's dtype; offload is the run's where the stage
+    has it. Outside DeepSpeed there is one row, under a pipeline there are stages 0 and 1 only.
     """
     config = resolved.config
     dtype = config.precision.dtype or "fp32"
@@ -65,9 +65,9 @@ def memory_rows_by_stage(resolved: ResolvedConfig) -> dict[tuple[int, str], Memo
         return {(0, config.precision.grad_dtype or "fp32"): memory_row(resolved)}
     table = {}
     for stage in (0, 1) if config.parallel.pp > 1 else (0, 1, 2, 3):
-        # DeepSpeed's stage 0 has one format each: bf16 runs under autocast on fp32, fp16 accumulates in fp16.
-        formats = (("fp16" if dtype == "fp16" else "fp32"),) if stage == 0 else ("fp32", dtype)
-        for grad_dtype in dict.fromkeys(formats):
+        # DeepSpeed's stage 0 has one dtype each: bf16 runs under autocast on fp32, fp16 accumulates in fp16.
+        grad_dtypes = (("fp16" if dtype == "fp16" else "fp32"),) if stage == 0 else ("fp32", dtype)
+        for grad_dtype in dict.fromkeys(grad_dtypes):
             table[stage, grad_dtype] = memory_row(replace(resolved, config=_at(config, stage, grad_dtype)))
     return table
 
@@ -106,7 +106,7 @@ def buffers(resolved: ResolvedConfig) -> list[MemoryItem]:
     parts += [MemoryItem("prefetched parameters", (zero.stage3_prefetch_bucket_size or 0) * param_bytes)]
     sub_group = max(
         min(zero.sub_group_size or num_parameters, -(-num_parameters // dp_size)),
-        # None is smaller than the one that holds the largest parameter.
+        # A sub-group holds the largest parameter at least.
         -(-(resolved.size.largest_parameter or 0) // dp_size),
     )
     if zero.offload_optimizer.device == "nvme":

@@ -1,4 +1,4 @@
-"""Checks of a checkpoint against the class that is to be built of it, by its config.json and headers. Pure."""
+"""Checks of a checkpoint's config.json and headers against `model.auto_class`. Pure."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def check_class(config: RunConfig, spec: ModelSpec) -> Iterator[ConfigError]:
         yield ConfigError(
             f"model.auto_class is {CAUSAL}, and config.json of {spec.folder} is of an encoder and a decoder "
             f"({spec.model_type})",
-            "transformers has no class of this kind for that model type",
+            "transformers has no such class for that model type",
             "set model.auto_class to AutoModelForSeq2SeqLM, or model.path to a decoder alone",
         )
     elif _has_other_head(config, spec) and names_are_the_models(config, spec) and not spec.tied:
@@ -43,7 +43,7 @@ def check_class(config: RunConfig, spec: ModelSpec) -> Iterator[ConfigError]:
 
 
 def class_warnings(config: RunConfig, spec: ModelSpec) -> Iterator[str]:
-    """A class with another head than the one the weights are of."""
+    """A class with another head than the checkpoint's."""
     if _has_other_head(config, spec):
         yield (
             f"config.json says {', '.join(spec.architectures)}, and model.auto_class {CAUSAL} builds a language "

@@ -1,4 +1,4 @@
-"""Whether the files that a config names are there. Pure."""
+"""Whether the files that a config names exist and can be used. Pure."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _model(config: RunConfig) -> Iterator[ConfigError]:
         if path and not Path(path).expanduser().is_dir() and not _HUB_ID.fullmatch(path):
             yield ConfigError(
                 f"{key} is {path}: there is no folder {os.path.abspath(Path(path).expanduser())}",
-                "it is a folder, seen from the working directory, or a hub id",
+                "it is a folder, relative to the working directory, or a hub id",
                 f"set {key}",
             )
 
@@ -39,7 +39,7 @@ def _data(config: RunConfig) -> Iterator[ConfigError]:
             if not Path(path).is_file():
                 yield ConfigError(
                     f"{key} names {path}: there is no file {os.path.abspath(path)}",
-                    "data is read from files, seen from the working directory",
+                    "data is read from files, relative to the working directory",
                     f"set {key}",
                 )
 

@@ -21,7 +21,7 @@ _NO_REDUCER = "under a pipeline gradients are reduced once all passes are done, 
 def check_pipeline(config: RunConfig, given: Provenance) -> Iterator[ConfigError]:
     """Every fault that shows without knowing machine and model."""
     if config.parallel.engine == "accelerate":
-        return  # It is refused there as a whole.
+        return  # accelerate refuses pipelines as such.
     if config.parallel.pp == 1:
         yield from _without_pp(config, given)
         return
@@ -35,13 +35,13 @@ def check_pipeline(config: RunConfig, given: Provenance) -> Iterator[ConfigError
     if config.evaluation.generate_samples:
         yield ConfigError(
             f"{given.describe('evaluation.generate_samples')} and {given.describe('parallel.pp')}",
-            "a model that lies in stages does not generate: each token would pass through all of them alone",
+            "a model that is split into stages does not generate: each token would pass through all of them alone",
             "remove evaluation.generate_samples, and generate from the exported model",
         )
     if config.model.auto_class != CAUSAL:
         yield ConfigError(
             f"{given.describe('model.auto_class')} and {given.describe('parallel.pp')}",
-            "a pipeline is cut from a causal language model",
+            "the stages of a pipeline are made of a causal language model",
             f"set model.auto_class to {CAUSAL} or parallel.pp to 1",
         )
 
@@ -52,7 +52,7 @@ def _without_pp(config: RunConfig, given: Provenance) -> Iterator[ConfigError]:
         if value(config, key) != default(key):
             yield ConfigError(
                 f"{given.describe(key)} and {given.describe('parallel.pp')}",
-                "it is about a model that is cut into stages",
+                "it is about a model that is split into stages",
                 f"set parallel.pp or remove {key}",
             )
 
@@ -71,11 +71,11 @@ def _stages(config: RunConfig, given: Provenance) -> Iterator[ConfigError]:
 
 
 def _zero(config: RunConfig, given: Provenance) -> Iterator[ConfigError]:
-    if config.zero.stage == 0 and config.precision.dtype == "fp16" and config.parallel.tp == 1:  # With tp it is said.
+    if config.zero.stage == 0 and config.precision.dtype == "fp16" and config.parallel.tp == 1:  # tp has a rule for it.
         yield ConfigError(
             f"{given.describe('precision.dtype')} at {given.describe('zero.stage')} and "
             f"{given.describe('parallel.pp')}",
-            "here DeepSpeed takes the gradient norm itself, and counts what stages share by rules of its own",
+            "here DeepSpeed computes the gradient norm itself, and counts parameters that stages share in its own way",
             "set zero.stage to 1, precision.dtype to bf16, or parallel.pp to 1",
         )
     if config.zero.stage == 1 and config.zero.overlap_comm:
@@ -109,7 +109,7 @@ def _fsdp(config: RunConfig, given: Provenance) -> Iterator[ConfigError]:
         if is_number:
             yield ConfigError(
                 f"{given.describe(key)} on fsdp2 and {given.describe('parallel.pp')}",
-                "torch makes the smaller groups of one stage's data ranks at once with those of another's, and hangs",
+                "torch creates the smaller process groups of different stages at the same time, and hangs",
                 f"remove {key} or set parallel.pp to 1",
             )
 
@@ -118,7 +118,7 @@ def _ddp(config: RunConfig, given: Provenance) -> Iterator[ConfigError]:
     if config.ddp.comm_hook == "powersgd":
         yield ConfigError(
             f"{given.describe('ddp.comm_hook')} and {given.describe('parallel.pp')}",
-            f"{_NO_REDUCER}, of whose buckets PowerSGD keeps its errors",
+            f"{_NO_REDUCER}, and PowerSGD keeps its errors by that reducer's buckets",
             "set ddp.comm_hook to bf16 or fp16, or remove it",
         )
     if config.ddp.static_graph:
@@ -130,7 +130,7 @@ def _ddp(config: RunConfig, given: Provenance) -> Iterator[ConfigError]:
 
 
 def check_pipeline_model(config: RunConfig, given: Provenance, spec: ModelSpec) -> Iterator[ConfigError]:
-    """A model that cannot be cut, or whose layers do not go with the stages."""
+    """A model that cannot be split into stages, or whose number of layers does not fit them."""
     if config.parallel.pp == 1:
         return
     if (why := pp_unsupported_reason(spec.model_type)) is not None:
@@ -144,7 +144,7 @@ def check_pipeline_model(config: RunConfig, given: Provenance, spec: ModelSpec) 
 
 
 def pipeline_warnings(config: RunConfig, given: Provenance, spec: ModelSpec | None) -> Iterator[str]:
-    """What has no effect under a pipeline, or is known only once the model is loaded."""
+    """Keys without effect under a pipeline, and checks that are left to the load of the model."""
     if config.parallel.pp == 1:
         return
     if backend(config) == "ddp" and given.is_set("ddp.gradient_as_bucket_view"):
@@ -152,6 +152,6 @@ def pipeline_warnings(config: RunConfig, given: Provenance, spec: ModelSpec | No
     if spec is None:
         return
     if model_parts(spec) is None:
-        yield f"the headers of {spec.folder} do not tell its layers: parallel.pp is checked at load"
+        yield f"the headers of {spec.folder} do not show its layers: parallel.pp is checked at load"
     elif stage_plan(spec.model_type) is None:
-        yield f"model type {spec.model_type!r} is not in families.json: whether it can be cut is checked at load"
+        yield f"model type {spec.model_type!r} is not in families.json: whether it can be split is checked at load"

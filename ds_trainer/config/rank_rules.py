@@ -1,4 +1,4 @@
-"""Whether the ranks make whole copies of the model. Pure."""
+"""Whether the number of ranks is a multiple of the ranks of one model replica. Pure."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from ds_trainer.config.resolved import Machine
 from ds_trainer.config.schema import RunConfig
 from ds_trainer.errors import ConfigError, one_of
 
-_RANKS = {"pp": "pipeline ranks", "tp": "tensor ranks"}
+_RANKS = {"pp": "pipeline ranks", "tp": "tensor-parallel ranks"}
 
 
 def check_ranks(config: RunConfig, given: Provenance, machine: Machine) -> Iterator[ConfigError]:
-    """Ranks that cannot be laid out in whole copies of the model."""
+    """A number of ranks that is no multiple of pp x tp."""
     pp, tp = config.parallel.pp, config.parallel.tp
     if machine.world % (pp * tp) == 0:
         return
@@ -21,13 +21,13 @@ def check_ranks(config: RunConfig, given: Provenance, machine: Machine) -> Itera
     says = " and ".join(given.describe(f"parallel.{axis}") for axis in axes)
     yield ConfigError(
         f"{says} on {machine.world} {'ranks' if machine.world > 1 else 'rank'}",
-        f"ranks = {' x '.join(_RANKS[axis] for axis in axes)} x data ranks",
+        f"ranks = {' x '.join(_RANKS[axis] for axis in axes)} x data-parallel ranks",
         f"{_sizes_that_fit(pp, tp, machine.world)}, or start a multiple of {pp * tp} ranks",
     )
 
 
 def _sizes_that_fit(pp: int, tp: int, world: int) -> str:
-    """The axis to change, to what the other one leaves of the ranks."""
+    """The axis to change, and the sizes that divide the ranks."""
     if world % pp == 0:
         return f"set parallel.tp to {one_of(_divisors(world // pp))}"
     if world % tp == 0:

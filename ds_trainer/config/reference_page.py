@@ -2,7 +2,7 @@
 
 `python -m ds_trainer.config.reference_page > docs/configuration.md` writes it.
 
-All of it comes from the schema and from the table of what an engine does with a key, so it cannot say anything else.
+The schema and the table of `key_support` are its only sources.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _HEAD = """# Configuration
 A run is one JSON object of sections. An unknown key is an error. A key that is left out has the default below;
 `null` as a default means that the value is derived, and `ds-trainer config show` prints what it became and why.
 `--set section.key=value` overrides a key on the command line; the value `null` takes a key or section out of the file.
-Relative paths are seen from the working directory.
+Relative paths are relative to the working directory.
 
-Below a table stands what becomes of its keys on each engine: **mapped** keys are handed to the engine; **implied** keys
-are acted on by ds_trainer itself, alike on every engine; **refused** keys are an error when they ask for something;
-**no effect** keys run, with a warning. Where nothing stands, every key is implied on every engine.
+The lines below a table say what each engine does with its keys: **mapped** keys are passed to the engine; **implied**
+keys are acted on by ds_trainer itself, alike on every engine; **refused** keys are an error when they are set; **no
+effect** keys give a warning. A table without such lines has keys that are implied on every engine.
 
 This page is printed by `python -m ds_trainer.config.reference_page`.
 """
@@ -48,23 +48,23 @@ def _section(name: str, keys: list[str]) -> str:
         field = schema["properties"][key.rpartition(".")[2]]
         cells = (f"`{key}`", _values(field), f"`{json.dumps(default(key))}`", field["description"])
         lines.append(f"| {' | '.join(cells)} |")
-    said = {engine: _engine_support(keys, engine) for engine in ENGINES}
-    if any(text != "implied" for text in said.values()):
-        lines += ["", *(f"- {engine}: {text}" for engine, text in said.items())]
+    support = {engine: _engine_support(keys, engine) for engine in ENGINES}
+    if any(text != "implied" for text in support.values()):
+        lines += ["", *(f"- {engine}: {text}" for engine, text in support.items())]
     return "\n".join([*lines, ""])
 
 
 def _schema_of(section: str) -> Mapping[str, Any]:
     """The JSON Schema of a dotted section."""
-    whole = RunConfig.model_json_schema(by_alias=True)
-    node: Mapping[str, Any] = whole
+    schema = RunConfig.model_json_schema(by_alias=True)
+    node: Mapping[str, Any] = schema
     for part in filter(None, section.split(".")):
-        node = whole["$defs"][node["properties"][part]["$ref"].rpartition("/")[2]]
+        node = schema["$defs"][node["properties"][part]["$ref"].rpartition("/")[2]]
     return node
 
 
 def _values(field: Mapping[str, Any]) -> str:
-    """What a field admits, in words; null goes without saying where it is the default."""
+    """The values that a field admits; null is left out."""
     if "anyOf" in field:
         return " or ".join(_values(part) for part in field["anyOf"] if part.get("type") != "null")
     if "enum" in field:

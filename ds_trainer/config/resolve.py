@@ -50,8 +50,8 @@ def resolve(
 
     Raises:
         ConfigErrors: The batch numbers contradict, the machine lacks something, samples would be longer than the
-            model's positions, its layers do not divide by the tensor ranks or are fewer than the stages of a pipeline,
-            a buffer is smaller than its largest parameter, or `native.deepspeed` contradicts.
+            model's positions, its layers do not divide by the tensor-parallel ranks or are fewer than the stages of a
+            pipeline, a buffer is smaller than its largest parameter, or `native.deepspeed` contradicts.
     """
     given = Provenance(config, origins)
     errors = [*check_device_and_ranks(config, origins, machine), *_check_model(config, given, spec)]
@@ -126,7 +126,7 @@ def total_steps(num_samples: int | None, global_size: int, epochs: int | None, m
         max_steps: Upper bound; None: none.
 
     Raises:
-        ConfigError: Nothing says where the run ends.
+        ConfigError: Neither the data nor the config bounds the run.
     """
     bounds = [max_steps] if max_steps is not None else []
     if num_samples is not None and epochs is not None:
@@ -154,7 +154,7 @@ def _batch(config: RunConfig, dp_size: int) -> Derived:
 
 
 def _pipeline(config: RunConfig) -> Pipeline | None:
-    """What the pipeline asks of the batch; nothing where it is refused anyway."""
+    """The pipeline, whose schedule restricts the batch; None where there is none or it is refused anyway."""
     parallel = config.parallel
     if parallel.pp == 1 or refused_stages(parallel):
         return None
@@ -168,7 +168,7 @@ def _size(
     largest: int | None,
     pp_split: tuple[int, ...] | None,
 ) -> ModelSize:
-    """What one rank's part of the model counts; of an instance, whose layers have no headers, at the least."""
+    """The size of the model on one rank; for an instance, which has no headers, an even division."""
     model_ranks = config.parallel.tp * config.parallel.pp
     found = rank_elements(config, spec, pp_split) if spec is not None and model_ranks > 1 else None
     if found is not None:
@@ -238,7 +238,7 @@ def _run_values(config: RunConfig, machine: Machine) -> Derived:
     if config.run.epochs is None and config.run.max_steps is None:
         derived["run.epochs"] = (1, "one pass where nothing else bounds the run")
     if config.schedule.warmup_steps is None and config.schedule.warmup_ratio is None:
-        derived["schedule.warmup_steps"] = (0, "no warm-up was asked for")
+        derived["schedule.warmup_steps"] = (0, "no warm-up is set")
     if config.optimizer.fused is None:
         fused = _implementation(config) == "torch_fused"
         reason = "one kernel is faster" if fused else "there is no fused kernel for it here"
@@ -247,7 +247,7 @@ def _run_values(config: RunConfig, machine: Machine) -> Derived:
 
 
 def _open_reasons(config: RunConfig) -> dict[str, str]:
-    """Why a value stays open: it is known only once data or weights are read, or another key decides."""
+    """The reasons of values that stay open: the data or the weights decide, or another key."""
     open_keys = {
         "model.tokenizer": (config.model.tokenizer, "the checkpoint's own"),
         "model.attn_implementation": (config.model.attn_implementation, "transformers chooses"),

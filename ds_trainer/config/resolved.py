@@ -1,4 +1,4 @@
-"""What `resolve` returns: a config without open values, each with the reason for its value. Pure."""
+"""The result of `resolve`: a config without open values, with the reason of each value. Pure."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Machine:
     Args:
         world: Number of ranks.
         device: Kind of device that every rank has.
-        native_dtypes: Formats the device computes natively, fp32 first.
-        reason: How `native_dtypes` is known, for people.
+        native_dtypes: Dtypes that the device computes natively, fp32 first.
+        reason: How `native_dtypes` is known, as text.
         node_ranks: Ranks on a node; None: not known.
     """
 
@@ -29,17 +29,17 @@ class Machine:
     node_ranks: int | None = None
 
     def data_parallel_view(self, model_ranks: int) -> Machine:
-        """The machine as an engine sees it: of every `model_ranks` ranks, which share a copy of the model, one."""
+        """The machine with one of every `model_ranks` ranks, which hold one model replica: the data-parallel ranks."""
         return replace(self, world=self.world // model_ranks)
 
 
 @dataclass(frozen=True)
 class ModelSize:
-    """What memory and buffers depend on; each None where it is not known.
+    """Sizes of the model on one rank, which memory and buffers depend on; each None where it is not known.
 
     Args:
-        num_parameters: Elements of a rank's part of the model before an engine shards it; of the largest part, where
-            pipeline stages differ.
+        num_parameters: Elements of the model on a rank, after tensor and pipeline parallelism and before an engine
+            shards them; those of the largest rank, where pipeline stages differ.
         largest_parameter: Elements of the largest parameter on a rank.
         hidden_size: Width of the residual stream.
     """
@@ -57,10 +57,10 @@ class ResolvedConfig:
         config: The config with no derivable `None` left.
         reasons: Dotted key -> where its value comes from: a file, `--set`, the default, or a derivation and its reason.
         machine: The machine it was resolved for.
-        dp_size: Ranks that see different samples.
+        dp_size: Data-parallel ranks, which see different samples.
         optimizer_implementation: `torch`, `torch_fused` (one kernel), `deepspeed_cpu` (state on the host).
-        size: What one rank's part of the model counts.
-        warnings: What runs as asked, but slowly or without effect.
+        size: The size of the model on one rank.
+        warnings: Settings that are slow or without effect.
     """
 
     config: RunConfig

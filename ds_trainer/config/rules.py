@@ -28,7 +28,7 @@ FUSED = ("adamw", "adam", "sgd")
 
 
 def has_fused_kernel(config: RunConfig) -> bool:
-    """Whether the optimizer can run in one kernel; of SGD's, torch does not know how to run it on FSDP2's shards."""
+    """Whether the optimizer can run in one kernel; torch's fused SGD does not run on FSDP2's shards."""
     name = config.optimizer.name
     return name in FUSED and not (name == "sgd" and backend(config) == "fsdp2")
 
@@ -44,7 +44,7 @@ def check_device_and_ranks(config: RunConfig, origins: Mapping[str, str], machin
     given = Provenance(config, origins)
     found = [error for rule in _MACHINE_RULES for error in rule(config, given, machine)]
     model_ranks = config.parallel.tp * config.parallel.pp
-    if machine.world % model_ranks == 0:  # Else it is not known over how many ranks an engine cuts.
+    if machine.world % model_ranks == 0:  # Else the number of data-parallel ranks is not known.
         of_data = machine.data_parallel_view(model_ranks)
         found += [error for rule in _DATA_RANK_RULES for error in rule(config, given, of_data)]
     return found
@@ -112,8 +112,8 @@ def _precision(config: RunConfig, given: Provenance) -> Iterator[ConfigError]:
     if grad_dtype not in (None, "fp32", dtype):
         yield ConfigError(
             f"{given.describe('precision.grad_dtype')} and {given.describe('precision.dtype')}",
-            "gradients are accumulated in fp32 or in the format of the backward pass",
-            "set precision.grad_dtype to fp32, or precision.dtype to the same format",
+            "gradients are accumulated in fp32 or in the dtype of the backward pass",
+            "set precision.grad_dtype to fp32, or precision.dtype to the same dtype",
         )
     elif on_deepspeed and stage == 0 and dtype == "bf16" and grad_dtype == "bf16":
         yield ConfigError(
@@ -143,7 +143,8 @@ def _optimizer(config: RunConfig, given: Provenance) -> Iterator[ConfigError]:
     if name == "adafactor" and backend(config) in ("deepspeed", "fsdp2"):
         yield ConfigError(
             f"{given.describe('optimizer.name')} and {given.describe('parallel.engine')}",
-            f"adafactor looks at whole matrices, and {'ZeRO' if backend(config) == 'deepspeed' else 'FSDP2'} cuts them",
+            "adafactor looks at whole matrices, and "
+            f"{'ZeRO' if backend(config) == 'deepspeed' else 'FSDP2'} shards them",
             "set parallel.engine to ddp or optimizer.name to adamw",
         )
     yield from _fused(config, given)
@@ -257,7 +258,7 @@ def _best_model(config: RunConfig, given: Provenance) -> Iterator[ConfigError]:
     if given.is_set("evaluation.greater_is_better") and evaluation.metric_for_best_model is None:
         yield ConfigError(
             f"{given.describe('evaluation.greater_is_better')}, and evaluation.metric_for_best_model is not set",
-            "it says which end of that metric is better",
+            "it says whether a larger or a smaller metric is better",
             "set evaluation.metric_for_best_model or remove evaluation.greater_is_better",
         )
     if given.is_set("evaluation.early_stopping_threshold") and evaluation.early_stopping_patience is None:

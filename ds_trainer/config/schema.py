@@ -49,7 +49,7 @@ class RunConfig(Section):
     accelerate: AccelerateConfig = AccelerateConfig()
     """accelerate."""
     precision: PrecisionConfig = PrecisionConfig()
-    """Number formats."""
+    """Dtypes and loss scale."""
     batch: BatchConfig = BatchConfig()
     """Batch sizes."""
     loss: LossConfig = LossConfig()

@@ -1,4 +1,4 @@
-"""Which layers of a model each stage of a run's pipeline gets, and what a rank then holds of it. Pure."""
+"""Which layers each stage of a pipeline gets, and how many elements a rank then holds. Pure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ds_trainer.planning.pp_partition import partition, split_of
 from ds_trainer.planning.pp_schedules import default_virtual_stages, schedule_problem, stages_of
 
 _USUAL_POSITIONS = 2048
-"""Where `data.max_length` is not set: samples are as a rule much shorter than all that a model can take."""
+"""Used where `data.max_length` is not set: samples are usually much shorter than a model's longest sequence."""
 
 
 def virtual_stages(parallel: ParallelConfig) -> int:
@@ -31,13 +31,13 @@ def num_stages(parallel: ParallelConfig) -> int:
 
 
 def refused_stages(parallel: ParallelConfig) -> tuple[str, str, str] | None:
-    """Found, rule and change of a number of stages on each rank that the schedule does not have; None: it has."""
-    microbatches = 4 * parallel.pp  # As many as any schedule takes: what is refused then are the stages.
+    """Found, rule and change where the schedule does not allow this number of stages per rank; None: it does."""
+    microbatches = 4 * parallel.pp  # Every schedule takes so many, so that only the stages can be refused.
     return schedule_problem(parallel.schedule, parallel.pp, virtual_stages(parallel), microbatches)
 
 
 def positions(config: RunConfig, max_positions: int | None) -> int:
-    """The length of sequences at which layers are weighed against the head.
+    """The sequence length at which the costs of layers and head are compared.
 
     Args:
         config: The run.
@@ -47,13 +47,13 @@ def positions(config: RunConfig, max_positions: int | None) -> int:
 
 
 def model_parts(spec: ModelSpec) -> ModelParts | None:
-    """The parts of a checkpoint; None where its headers do not tell them."""
+    """The embedding, layers and head of a checkpoint; None where its headers do not show them."""
     parts = ModelParts({name: tensor.shape for name, tensor in spec.distinct().items()}, spec.config)
     return parts if parts.num_layers else None
 
 
 def check_stages(config: RunConfig, given: Provenance, num_layers: int) -> Iterator[ConfigError]:
-    """A model that has fewer layers than there are stages, or not as many as are dealt out."""
+    """A model with fewer layers than stages, or with another number of layers than `parallel.pp_split`."""
     parallel, stages = config.parallel, num_stages(config.parallel)
     if stages > num_layers:
         several = f" x {virtual_stages(parallel)} stages on each rank" if stages > parallel.pp else ""
@@ -78,7 +78,7 @@ def check_stages(config: RunConfig, given: Provenance, num_layers: int) -> Itera
 
 
 def assign_layers(config: RunConfig, parts: ModelParts, max_positions: int | None) -> StageRanges:
-    """The layers of every stage: as `parallel.pp_split` has them, or so that the slowest is as fast as can be.
+    """The layers of every stage: those of `parallel.pp_split`, or the split whose slowest stage is fastest.
 
     Args:
         config: A run that `check_stages` has nothing against.
@@ -97,7 +97,7 @@ def sum_by_rank(parallel: ParallelConfig, of_stages: tuple[float, ...]) -> list[
 
 
 def derive_stages(config: RunConfig, spec: ModelSpec | None) -> dict[str, tuple[Any, str]]:
-    """Open values of the pipeline -> value and reason; nothing where there is none, or it is refused.
+    """Open values of the pipeline -> value and reason; empty where there is no pipeline, or it is refused.
 
     Args:
         config: A run that `check_stages` has nothing against.
@@ -121,9 +121,9 @@ def derive_stages(config: RunConfig, spec: ModelSpec | None) -> dict[str, tuple[
 
 
 def rank_elements(config: RunConfig, spec: ModelSpec, pp_split: tuple[int, ...] | None) -> tuple[int, int] | None:
-    """Elements of the part of the model that a rank holds, of the largest part, and of its largest parameter.
+    """Elements of the model on the rank that holds most, and of the largest parameter on a rank.
 
-    A copy of a tied parameter, which has no optimizer state, is not counted.
+    The copy of a tied parameter on another stage has no optimizer state and is not counted.
 
     Args:
         config: The run.
@@ -131,14 +131,14 @@ def rank_elements(config: RunConfig, spec: ModelSpec, pp_split: tuple[int, ...] 
         pp_split: Layers of every stage; None: they are not known, or there is no pipeline.
 
     Returns:
-        None: the headers do not tell.
+        Both numbers; None where the headers do not show them.
     """
     tp, pp = config.parallel.tp, config.parallel.pp
-    shares = shares_of(config, spec) if tp > 1 else None
-    if spec.pickled or (tp > 1 and shares is None):
+    shards = shares_of(config, spec) if tp > 1 else None
+    if spec.pickled or (tp > 1 and shards is None):
         return None
-    whole = {name: prod(tensor.shape) for name, tensor in spec.distinct().items()}
-    elements = whole if shares is None else shares.sizes(tp)
+    full = {name: prod(tensor.shape) for name, tensor in spec.distinct().items()}
+    elements = full if shards is None else shards.sizes(tp)
     parts = model_parts(spec)
     if pp_split is None or parts is None or len(pp_split) != num_stages(config.parallel):
         return -(-sum(elements.values()) // pp), spec.largest(elements)

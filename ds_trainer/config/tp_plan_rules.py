@@ -17,14 +17,14 @@ _SHOWN = 8
 
 
 def check_plan(config: RunConfig, given: Provenance, shards: TensorShards) -> Iterator[ConfigError]:
-    """Entries that match nothing, or give a style to what cannot have it; only where the model's names are known."""
+    """Entries that match nothing, or whose style does not fit the module; only where the model's names are known."""
     spec, override = shards.spec, shards.plan.override
     if not override or not names_are_the_models(config, spec):
         return
     place = given.origin("parallel.tp_plan")
     names = _names(shards)
-    # A module without weights is not in the checkpoint, and of a tied model without a plan the head's name is open.
-    sure = [entry for entry in _unmatched(shards, names) if _cuts(override[entry]) and not _may_be_tied(spec)]
+    # A module without weights is not in the checkpoint, and the head's name of a tied model without a plan is unknown.
+    sure = [entry for entry in _unmatched(shards, names) if _shards(override[entry]) and not _may_be_tied(spec)]
     if sure:
         yield ConfigError(
             f"parallel.tp_plan ({place}) has {', '.join(sure)}, which matches no module or parameter of the checkpoint",
@@ -40,22 +40,22 @@ def check_plan(config: RunConfig, given: Provenance, shards: TensorShards) -> It
         )
     if not sure and not misfits and not _may_be_tied(spec) and not shards.shards_anything:
         yield ConfigError(
-            f"parallel.tp_plan ({place}) leaves every layer whole, and {given.describe('parallel.tp')}",
-            "without a layer that is cut every rank would train the same whole model",
-            "give layers a style that cuts them, or set parallel.tp to 1",
+            f"parallel.tp_plan ({place}) shards no layer, and {given.describe('parallel.tp')}",
+            "without a sharded layer every rank would train the same full model",
+            "give layers a style that shards them, or set parallel.tp to 1",
         )
 
 
 def plan_warnings(config: RunConfig, shards: TensorShards) -> Iterator[str]:
-    """Entries of which it shows at load only whether they match the model."""
+    """Entries that can be matched against the model at load only."""
     spec = shards.spec
     if spec.pickled or spec.family is None:
-        return  # Nothing of the plan can be told: that is said already.
+        return  # The plan cannot be checked, and another warning says so.
     known = names_are_the_models(config, spec)
     names = _names(shards) | ({} if known else dict.fromkeys(shards.plan.styles))
     override = shards.plan.override
     sure = known and not _may_be_tied(spec)
-    open_ = [entry for entry in _unmatched(shards, names) if not (sure and _cuts(override[entry]))]
+    open_ = [entry for entry in _unmatched(shards, names) if not (sure and _shards(override[entry]))]
     if open_:
         yield (
             f"parallel.tp_plan has {', '.join(open_)}, which matches no name in the checkpoint: whether it matches one "
@@ -70,7 +70,7 @@ def matrices(spec: ModelSpec) -> list[str]:
 
 
 def suggested(spec: ModelSpec) -> str:
-    """What a plan for a model without one is made of, in its own names."""
+    """How to write a plan for a model that has none, by the names of its layers."""
     found = matrices(spec)
     named = f": {', '.join(found[:_SHOWN])}{', ...' if len(found) > _SHOWN else ''}" if found else ""
     return (
@@ -80,7 +80,7 @@ def suggested(spec: ModelSpec) -> str:
 
 
 def _names(shards: TensorShards) -> dict[str, None]:
-    """Every module and parameter that the checkpoint shows, also with a prefix that it lacks, and a tied head."""
+    """Every module and parameter of the checkpoint, also with the model's prefix, and a tied head."""
     found: dict[str, None] = {}
     for tensor in shards.spec.tensors:
         parts = tensor.split(".")
@@ -95,13 +95,13 @@ def _unmatched(shards: TensorShards, names: dict[str, None]) -> list[str]:
 
 
 def _misfits(plan: TensorPlan, spec: ModelSpec, names: Iterable[str]) -> Iterator[tuple[str, str, str]]:
-    """Entry, the first module that it gives a layer's style, and what that is instead of a layer."""
-    told = set()
+    """Entry, the first module that does not fit its style, and what that module is."""
+    reported = set()
     modules = {name.rpartition(".")[0] for name in names}
     holders = {name.rpartition(".")[0] for name in modules}
     for name in names:
         entry = plan.entry_of(name)
-        if entry is None or entry in told or not _cuts(plan.override[entry]):
+        if entry is None or entry in reported or not _shards(plan.override[entry]):
             continue
         weight = next((spec.tensors[own] for own in _own_names(f"{name}.weight") if own in spec.tensors), None)
         if weight is not None and len(weight.shape) != 2:
@@ -110,7 +110,7 @@ def _misfits(plan: TensorPlan, spec: ModelSpec, names: Iterable[str]) -> Iterato
             what = "a module that holds others"
         else:
             continue
-        told.add(entry)
+        reported.add(entry)
         yield entry, name, what
 
 
@@ -119,10 +119,10 @@ def _own_names(name: str) -> tuple[str, str]:
     return name, name.partition(".")[2]
 
 
-def _cuts(style: str) -> bool:
+def _shards(style: str) -> bool:
     return style in (*COLUMN, *ROW, *EMBEDDING)
 
 
 def _may_be_tied(spec: ModelSpec) -> bool:
-    """Whether the model has a head by a name that is told nowhere."""
+    """Whether the model has a tied head whose name neither checkpoint nor plan shows."""
     return spec.tied and not (spec.family and spec.family.tp_plan)

@@ -17,7 +17,7 @@ from ds_trainer.planning.tp_plan import STYLE_NAMES, plan_for
 from ds_trainer.planning.tp_shards import TensorShards
 
 _NEEDS_TP = ("tp_plan", "sequence_parallel", "keep_gathered_input")
-_HANGS = "torch makes the smaller groups of one tensor rank's data ranks at once with those of another's, and hangs"
+_HANGS = "torch creates the smaller process groups of different tensor-parallel ranks at the same time, and hangs"
 _GROUPS_OF_ALL_RANKS = ("zero_hpz_partition_size", "zero_quantized_gradients")
 
 
@@ -25,7 +25,7 @@ def check_tensor(config: RunConfig, given: Provenance) -> Iterator[ConfigError]:
     """Every fault that shows without knowing machine and model."""
     parallel = config.parallel
     if parallel.engine == "accelerate":
-        return  # It is refused there as a whole.
+        return  # accelerate refuses tensor parallelism as such.
     if parallel.tp == 1:
         yield from _without_tp(given)
         return
@@ -39,20 +39,20 @@ def check_tensor(config: RunConfig, given: Provenance) -> Iterator[ConfigError]:
     if unknown:
         yield ConfigError(
             f"parallel.tp_plan ({given.origin('parallel.tp_plan')}) has the styles {', '.join(unknown)}",
-            "a style says how a module is cut, by its name in transformers",
+            "a style says how a module is sharded, by its name in transformers",
             f"use {', '.join(STYLE_NAMES)}",
         )
     if config.optimizer.name == "adafactor" and backend(config) == "ddp":
         yield ConfigError(
             f"{given.describe('optimizer.name')} and {given.describe('parallel.tp')}",
-            "adafactor looks at whole matrices, and tensor parallelism cuts them",
+            "adafactor looks at whole matrices, and tensor parallelism shards them",
             "set optimizer.name to adamw or parallel.tp to 1",
         )
     if backend(config) == "deepspeed" and config.zero.stage == 0 and config.precision.dtype == "fp16":
         yield ConfigError(
             f"{given.describe('precision.dtype')} at {given.describe('zero.stage')} and "
             f"{given.describe('parallel.tp')}",
-            "tensor ranks compare their masters, which DeepSpeed keeps in one buffer here",
+            "tensor-parallel ranks compare their master weights, which DeepSpeed keeps in one buffer here",
             "set zero.stage to 1, precision.dtype to bf16, or parallel.tp to 1",
         )
     if backend(config) == "fsdp2" and type(config.fsdp.reshard_after_forward) is int:
@@ -71,7 +71,7 @@ def check_tensor(config: RunConfig, given: Provenance) -> Iterator[ConfigError]:
         if backend(config) == "deepspeed" and getattr(config.zero, name) != default(f"zero.{name}"):
             yield ConfigError(
                 f"{given.describe(f'zero.{name}')} and {given.describe('parallel.tp')}",
-                "DeepSpeed counts off its groups among all ranks, and ranks side by side hold parts of the same layers",
+                "DeepSpeed forms its groups of neighbouring ranks, and those hold different shards of the same layers",
                 f"remove zero.{name} or set parallel.tp to 1",
             )
 
@@ -81,13 +81,13 @@ def _without_tp(given: Provenance) -> Iterator[ConfigError]:
         if given.is_set(f"parallel.{name}"):
             yield ConfigError(
                 f"{given.describe(f'parallel.{name}')} and {given.describe('parallel.tp')}",
-                "it is about layers that are cut over several ranks",
+                "it is about layers that are sharded over several ranks",
                 f"set parallel.tp or remove parallel.{name}",
             )
 
 
 def check_tensor_model(config: RunConfig, given: Provenance, spec: ModelSpec) -> Iterator[ConfigError]:
-    """A model without a plan or that it does not fit, or whose heads and widths do not divide."""
+    """A model without a plan, with a plan that does not fit it, or with heads and widths that do not divide."""
     if config.parallel.tp == 1:
         return
     if shards := shares_of(config, spec):
@@ -98,27 +98,27 @@ def check_tensor_model(config: RunConfig, given: Provenance, spec: ModelSpec) ->
     elif spec.family is not None:
         yield ConfigError(
             f"{given.describe('parallel.tp')}, and there is no plan for model type {spec.model_type!r}",
-            "a plan says which layers are cut and how; without one every rank would train the same whole model",
+            "a plan says which layers are sharded and how; without one every rank would train the same full model",
             f"{suggested(spec)}; or set parallel.tp to 1",
         )
 
 
 def shares_of(config: RunConfig, spec: ModelSpec) -> TensorShards | None:
-    """How the model is dealt out; None where there is no plan for it."""
+    """The shards of the model; None where there is no plan for it."""
     plan = plan_for(spec.model_type, config.parallel.tp_plan)
     return TensorShards(spec, plan) if plan is not None else None
 
 
 def tensor_warnings(config: RunConfig, machine: Machine, spec: ModelSpec | None) -> Iterator[str]:
-    """What runs as asked but slowly, or is known only once the model is loaded."""
+    """Settings that are slow, and checks that are left to the load of the model."""
     tp, node = config.parallel.tp, machine.node_ranks
     if tp == 1:
         return
     if node is not None and machine.world > node and node % tp:
         fit = [size for size in range(1, node + 1) if node % size == 0]
         yield (
-            f"parallel.tp {tp} crosses nodes of {node} ranks: every layer's all-reduces, of whole activations and in "
-            f"both passes, go over the network and wait for it; sizes that stay on a node: {', '.join(map(str, fit))}"
+            f"parallel.tp {tp} crosses nodes of {node} ranks: every layer's all-reduces, of full activations and in "
+            f"both passes, wait for the network; sizes that stay on a node: {', '.join(map(str, fit))}"
         )
     shards = None if spec is None else shares_of(config, spec)
     if shards is not None:

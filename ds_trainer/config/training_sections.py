@@ -10,7 +10,7 @@ from ds_trainer.config.field_types import BatchSize, Fraction, Name, NonNegative
 
 
 class BatchConfig(Section):
-    """global_size = micro_size x accumulation x data ranks: any that determine the rest suffice."""
+    """global_size = micro_size x accumulation x data-parallel ranks: set as many as determine the rest."""
 
     global_size: BatchSize | None = None
     """Samples per optimizer step over all ranks."""
@@ -33,7 +33,7 @@ class OptimizerConfig(Section):
     """The optimizer and gradient clipping."""
 
     name: Literal["adamw", "adam", "lion", "sgd", "adafactor"] = "adamw"
-    """Adafactor looks beyond one element of a tensor and so runs on the ddp engine only, and with tp 1."""
+    """Adafactor looks at whole matrices and so runs on the ddp engine only, and with tp 1."""
     fused: bool | None = None
     """Update all tensors in one kernel (adamw, adam, sgd); None: where the optimizer and its device have one."""
     lr: Annotated[float, Field(gt=0.0, le=100.0)] = 2e-5
@@ -62,15 +62,15 @@ class ScheduleConfig(Section):
     warmup_steps: NonNegativeInt | None = None
     """Optimizer steps of linear warm-up; None: from `warmup_ratio`."""
     warmup_ratio: Fraction | None = None
-    """Warm-up as a share of all steps; None: no warm-up unless `warmup_steps` is set."""
+    """Warm-up as a fraction of all steps; None: no warm-up unless `warmup_steps` is set."""
     decay_ratio: Fraction = 0.2
-    """Share of all steps in which `wsd` decays."""
+    """Fraction of all steps in which `wsd` decays."""
     min_lr_ratio: Fraction = 0.0
-    """Learning rate after the last step, as a share of the peak."""
+    """Learning rate after the last step, as a fraction of the peak."""
 
 
 class RunSection(Section):
-    """How long, where to, from which seed."""
+    """Length of the run, output folder, seed and timeouts."""
 
     output_dir: Name = "outputs"
     """Folder for the exported model, the metrics and the plots."""
@@ -83,17 +83,17 @@ class RunSection(Section):
     device: Literal["cpu", "cuda"] | None = None
     """Device kind; None: cuda where there is one."""
     on_non_finite: Literal["stop", "skip"] = "stop"
-    """What a NaN or infinite loss or gradient leads to; the weights are untouched either way."""
+    """Reaction to a NaN or infinite loss or gradient; the weights are untouched either way."""
     max_skipped_steps: PositiveInt = 5
     """Skipped steps in a row before the run stops; with fp16 on top of those that bring the loss scale down to 1."""
     stuck_timeout_s: Seconds = 20.0
-    """When no rank has computed, read or written anything for so long, the run ends and names the stuck ones."""
+    """If no rank computes, reads or writes anything for so long, the run ends and names the stuck ranks."""
     collective_timeout_s: Seconds = 1800.0
-    """Longest time that ranks wait for one another in a collective; data preparation is no collective."""
+    """Longest time that ranks wait for one another in a collective; data preparation is not one."""
 
 
 class EvaluationConfig(Section):
-    """When the evaluation data is run."""
+    """When the model is evaluated, and how."""
 
     every_steps: PositiveInt | None = None
     """Evaluate after every so many optimizer steps."""
@@ -108,9 +108,9 @@ class EvaluationConfig(Section):
     max_new_tokens: PositiveInt = 64
     """Longest continuation in tokens (`generate_samples`)."""
     metric_for_best_model: Name | None = None
-    """Whose best step's checkpoint is kept: `eval_loss` (None, where it is needed) or a name of `compute_metrics`."""
+    """Metric that decides which checkpoint is best: `eval_loss` (None, where needed) or a name of `compute_metrics`."""
     greater_is_better: bool | None = None
-    """Whether more of that metric is better; None: unless its name ends in `loss`."""
+    """Whether a larger metric is better; None: unless its name ends in `loss`."""
     early_stopping_patience: PositiveInt | None = None
     """Stop after so many evaluations in a row without a better metric; None: never."""
     early_stopping_threshold: Annotated[float, Field(ge=0.0, le=10**6)] = 0.0
@@ -118,25 +118,25 @@ class EvaluationConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """What is written, when, and what a run goes on from."""
+    """What is saved, when, and what a run resumes from."""
 
     every_steps: NonNegativeInt = 500
     """Save a checkpoint after so many optimizer steps, and at the end of a run as long; 0: only when it is stopped."""
     keep_last: PositiveInt = 2
-    """Checkpoints that are kept; the best one is kept besides."""
+    """Checkpoints that are kept, besides the best one."""
     resume: Name | None = None
-    """`auto`: go on from the newest whole checkpoint in `run.output_dir`, if there is one; or a checkpoint's folder."""
+    """`auto`: resume from the newest complete checkpoint in `run.output_dir`, if any; or the folder of a checkpoint."""
     resume_weights_only: bool = False
-    """Take only the weights of `resume`: any layout can read them; optimizer, schedule and data start anew."""
+    """Load only the weights of `resume`, in any layout; optimizer, schedule and data start anew."""
     allow_global_size_change: bool = False
-    """Go on with another `batch.global_size`: at the same sample, with the steps that are left of the epochs."""
+    """Resume with another `batch.global_size`: at the same sample, with the remaining steps of the epochs."""
     on_save_error: Literal["stop", "continue"] = "stop"
-    """What a full disk or a missing permission leads to; the checkpoint before is kept either way."""
+    """Reaction to a full disk or a missing permission; the previous checkpoint is kept either way."""
 
     export: bool = True
     """Write the model as a Hugging Face folder at the end, to `<output_dir>/model`."""
     export_dtype: Literal["fp32", "bf16", "fp16"] | None = None
-    """Number format of the exported weights; None: that of the checkpoint the run began with."""
+    """Dtype of the exported weights; None: that of the checkpoint the run began with."""
     max_shard_size: str = "5GB"
     """Largest safetensors file."""
     load_best_model_at_end: bool = False
@@ -144,7 +144,7 @@ class CheckpointConfig(Section):
 
 
 class LoggingConfig(Section):
-    """What is shown and kept."""
+    """What is printed, drawn and sent to trackers."""
 
     every_steps: PositiveInt = 1
     """Write a metrics line after every so many optimizer steps; its loss is the mean over that window."""
@@ -153,7 +153,7 @@ class LoggingConfig(Section):
     plots: bool = True
     """Draw the pictures of loss, learning rate, gradient norm, throughput and memory at the end."""
     report_to: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...] = ()
-    """Trackers that get every metric, through accelerate."""
+    """Trackers that receive every metric, through accelerate."""
     project_name: Name = "ds_trainer"
     """The trackers' project or experiment."""
     run_name: Name | None = None

@@ -1,1 +1,1 @@
-"""accelerate: its YAML both ways, its plugins, what its launcher tells the ranks. Pure."""
+"""accelerate: the arguments of its plugins, and conflicts with its launcher's variables. Pure."""

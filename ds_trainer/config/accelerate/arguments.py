@@ -1,4 +1,4 @@
-"""A run in accelerate's words: its YAML and the arguments of its plugins. Pure.
+"""accelerate's YAML and the arguments of its plugins for a run. Pure.
 
 Source: accelerate 1.15, commands/config/config_args.py, utils/dataclasses.py and utils/launch.py.
 """
@@ -19,7 +19,7 @@ _MIXED_PRECISION = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
 
 @dataclass(frozen=True)
 class AccelerateArguments:
-    """What `Accelerator` and its plugins are told, as plain data; number formats by their names in the config.
+    """Arguments of `Accelerator` and its plugins, as plain data; dtypes by their names in the config.
 
     Args:
         accelerator: Arguments of `Accelerator` that are no objects.
@@ -43,7 +43,7 @@ def accelerate_arguments(resolved: ResolvedConfig) -> AccelerateArguments:
     config, on = resolved.config, backend(resolved.config)
     assert config.precision.dtype is not None and config.batch.accumulation is not None
     accelerator: dict[str, Any] = {
-        # DeepSpeed's JSON has its own section for it, and at stage 0 another one than accelerate would add.
+        # DeepSpeed's JSON has a section for it, and at stage 0 another one than accelerate would add.
         "mixed_precision": "no" if on == "deepspeed" else _MIXED_PRECISION[config.precision.dtype],
         "gradient_accumulation_steps": config.batch.accumulation,
     }
@@ -65,9 +65,9 @@ def _fsdp(config: RunConfig) -> dict[str, Any]:
     plugin: dict[str, Any] = {
         "fsdp_version": 2,
         "reshard_after_forward": bool(fsdp.reshard_after_forward),
-        # accelerate takes the classes that transformers says are not to be split where none are named, as we do.
+        # Where no classes are named, accelerate takes the model's `_no_split_modules`, as we do.
         "auto_wrap_policy": fsdp.auto_wrap_policy or "transformer_based_wrap",
-        # It would broadcast whole tensors of rank 0: ds_trainer's ranks read their own slices.
+        # It would broadcast full tensors from rank 0: ds_trainer's ranks read their own slices.
         "cpu_ram_efficient_loading": False,
     }
     if fsdp.transformer_layer_cls_to_wrap is not None:
@@ -146,8 +146,8 @@ def _fsdp_section(config: RunConfig) -> dict[str, Any]:
     section = {
         "fsdp_activation_checkpointing": bool(config.model.gradient_checkpointing),
         "fsdp_auto_wrap_policy": plugin["auto_wrap_policy"].upper(),
-        # With it a script's from_pretrained loads on one rank of each machine, and else all weights on every rank.
-        # FSDP2 then sends them by itself: fsdp_sync_module_states is FSDP1's.
+        # A script's from_pretrained then loads on one rank of each machine, not all weights on every rank.
+        # FSDP2 broadcasts them by itself: fsdp_sync_module_states is FSDP1's.
         "fsdp_cpu_ram_efficient_loading": True,
         "fsdp_offload_params": config.fsdp.cpu_offload,
         "fsdp_reshard_after_forward": plugin["reshard_after_forward"],

@@ -1,8 +1,9 @@
-"""What `accelerate launch` was told about training, held against the run's JSON. Pure.
+"""Settings of `accelerate launch` that contradict the run's JSON. Pure.
 
-It hands its YAML and command line to the processes as variables, in part: outside its DeepSpeed mode it passes on
-neither accumulation nor clipping. What does arrive and differs stops the run; nothing of it is obeyed. A value that
-accelerate sends where nobody said anything cannot be told from one that somebody wrote, and stops nothing.
+accelerate passes its YAML and command line to the processes as variables, in part: outside its DeepSpeed mode it passes
+neither accumulation nor clipping. A variable that differs from the run's JSON stops the run, and none of them changes
+it. A value that accelerate sends by default cannot be distinguished from the same value set by the user, and is
+ignored.
 
 Source: accelerate 1.15, utils/launch.py and commands/launch.py.
 """
@@ -43,7 +44,7 @@ _SAME_WITH_FSDP = {
     "PARALLELISM_CONFIG_DP_SHARD_SIZE": ("parallelism_config_dp_shard_size", "parallel.dp_shard"),
 }
 
-_UNSAID = {
+_ACCELERATE_DEFAULTS = {
     "ACCELERATE_MIXED_PRECISION": "no",
     "FSDP_RESHARD_AFTER_FORWARD": "true",
     "FSDP_OFFLOAD_PARAMS": "false",
@@ -51,10 +52,10 @@ _UNSAID = {
     "FSDP_ACTIVATION_CHECKPOINTING": "false",
     **{f"PARALLELISM_CONFIG_{axis}_SIZE": "1" for axis in ("DP_REPLICATE", "DP_SHARD", "TP", "CP", "SP")},
 }
-"""What accelerate sends where nobody said anything."""
+"""Variable -> the value that accelerate sends by default."""
 
-_WHERE_OPEN = {"fsdp.auto_wrap_policy": "transformer_based_wrap"}
-"""What a key that is left open until the model is read comes to."""
+_USUAL_VALUES = {"fsdp.auto_wrap_policy": "transformer_based_wrap"}
+"""Key that stays open until the model is read -> its usual value."""
 
 _OURS_ALONE = "ds_trainer has no key for it"
 _NO_KEY = {
@@ -70,7 +71,7 @@ _NO_KEY = {
 """Variable that no key stands for -> accelerate's option, and what to do instead."""
 
 _OFF = ("", "no", "false")
-_RULE = "the run's JSON alone says how to train; what accelerate was told agrees with it or is left out"
+_RULE = "the run's JSON alone says how to train; accelerate's settings agree with it or are left out"
 
 
 def check_accelerate_launch(environ: Mapping[str, str], resolved: ResolvedConfig) -> list[ConfigError]:
@@ -84,7 +85,7 @@ def check_accelerate_launch(environ: Mapping[str, str], resolved: ResolvedConfig
 
 
 def _modes(environ: Mapping[str, str], resolved: ResolvedConfig) -> Iterator[ConfigError]:
-    """The ways of training that accelerate switches on as a whole."""
+    """DeepSpeed, FSDP and other modes that accelerate switches on."""
     config = resolved.config
     key = "accelerate.backend" if config.parallel.engine == "accelerate" else "parallel.engine"
     if _is_on(environ, "ACCELERATE_USE_DEEPSPEED") and backend(config) != "deepspeed":
@@ -92,9 +93,9 @@ def _modes(environ: Mapping[str, str], resolved: ResolvedConfig) -> Iterator[Con
         yield _error("ACCELERATE_USE_DEEPSPEED=true", resolved, key, "set it to deepspeed", option)
     if _is_on(environ, "ACCELERATE_USE_FSDP"):
         option, version = "FSDP (distributed_type, --use_fsdp)", environ.get("FSDP_VERSION", "1")
-        told = ", ".join(f"{name}={item}" for name, item in sorted(environ.items()) if name.startswith("FSDP_"))
+        sent = ", ".join(f"{name}={item}" for name, item in sorted(environ.items()) if name.startswith("FSDP_"))
         if backend(config) != "fsdp2":
-            yield _error(f"ACCELERATE_USE_FSDP=true ({told})", resolved, key, "set it to fsdp2", option)
+            yield _error(f"ACCELERATE_USE_FSDP=true ({sent})", resolved, key, "set it to fsdp2", option)
         elif version != "2":
             yield ConfigError(
                 f"ACCELERATE_USE_FSDP=true and FSDP_VERSION={version}",
@@ -102,16 +103,16 @@ def _modes(environ: Mapping[str, str], resolved: ResolvedConfig) -> Iterator[Con
                 f"set fsdp_version to 2 (accelerate to-fsdp2 converts a config file); or {_leave_out(option)}",
             )
     for name, (option, instead) in _NO_KEY.items():
-        if environ.get(name, "").lower() not in (*_OFF, _UNSAID.get(name)):
+        if environ.get(name, "").lower() not in (*_OFF, _ACCELERATE_DEFAULTS.get(name)):
             yield ConfigError(f"{name}={environ[name]}", _RULE, f"{instead}; {_leave_out(option)}")
 
 
 def _compiler(environ: Mapping[str, str], resolved: ResolvedConfig) -> Iterator[ConfigError]:
-    told = environ.get("ACCELERATE_DYNAMO_BACKEND", "")
-    if told.lower() in _OFF or (told.lower() == "inductor" and resolved.config.model.compile):
+    sent = environ.get("ACCELERATE_DYNAMO_BACKEND", "")
+    if sent.lower() in _OFF or (sent.lower() == "inductor" and resolved.config.model.compile):
         return
-    instead = "set it to true" if told.lower() == "inductor" else "true compiles with inductor"
-    yield _error(f"ACCELERATE_DYNAMO_BACKEND={told}", resolved, "model.compile", instead, "dynamo_backend")
+    instead = "set it to true" if sent.lower() == "inductor" else "true compiles with inductor"
+    yield _error(f"ACCELERATE_DYNAMO_BACKEND={sent}", resolved, "model.compile", instead, "dynamo_backend")
 
 
 def _values(environ: Mapping[str, str], resolved: ResolvedConfig) -> Iterator[ConfigError]:
@@ -121,20 +122,20 @@ def _values(environ: Mapping[str, str], resolved: ResolvedConfig) -> Iterator[Co
     if _is_on(environ, "ACCELERATE_USE_FSDP") and (backend(config), environ.get("FSDP_VERSION")) == ("fsdp2", "2"):
         table |= _SAME_WITH_FSDP
     for name, (option, key) in table.items():
-        told = environ.get(name, "auto")
-        if told in ("", "auto", _UNSAID.get(name)):
+        sent = environ.get(name, "auto")
+        if sent in ("", "auto", _ACCELERATE_DEFAULTS.get(name)):
             continue
-        item = _parsed(name, told)
-        if item not in (value(config, key), _WHERE_OPEN.get(key) if value(config, key) is None else None):
+        item = _parsed(name, sent)
+        if item not in (value(config, key), _USUAL_VALUES.get(key) if value(config, key) is None else None):
             shown = item if isinstance(item, str) else json.dumps(item)
-            yield _error(f"{name}={told}", resolved, key, f"set it to {shown} too", option)
+            yield _error(f"{name}={sent}", resolved, key, f"set it to {shown} too", option)
     if _is_on(environ, "ACCELERATE_USE_CPU") and config.run.device != "cpu":
         yield _error("ACCELERATE_USE_CPU=True", resolved, "run.device", "set it to cpu", "use_cpu")
 
 
-def _error(told: str, resolved: ResolvedConfig, key: str, instead: str, option: str) -> ConfigError:
+def _error(sent: str, resolved: ResolvedConfig, key: str, instead: str, option: str) -> ConfigError:
     is_now = f"{key} is {json.dumps(value(resolved.config, key))} ({resolved.reasons[key]})"
-    return ConfigError(f"{told}, and {is_now}", _RULE, f"{key}: {instead}; or {_leave_out(option)}")
+    return ConfigError(f"{sent}, and {is_now}", _RULE, f"{key}: {instead}; or {_leave_out(option)}")
 
 
 def _leave_out(option: str) -> str:

@@ -1,1 +1,1 @@
-"""DeepSpeed: its keys, the rules of ZeRO, its JSON both ways. Pure."""
+"""DeepSpeed: its keys, the rules of ZeRO, the JSON that a run hands to it. Pure."""

@@ -1,4 +1,4 @@
-"""The native JSON that a resolved config means to DeepSpeed. Pure."""
+"""DeepSpeed's JSON for a resolved config. Pure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ds_trainer.errors import ConfigError, ConfigErrors
 
 _SHORTEST_WARMUP = 2
 _MAY_DIFFER = ("steps_per_print", "wall_clock_breakdown")
-"""Keys we write for quiet's sake only: a native value wins."""
+"""Keys that we write only to silence DeepSpeed's output: a native value wins."""
 
 
 def to_deepspeed(resolved: ResolvedConfig, standalone: bool = False) -> dict[str, Any]:
@@ -57,14 +57,14 @@ def to_deepspeed(resolved: ResolvedConfig, standalone: bool = False) -> dict[str
 
 
 def gathering_on_save(native: dict[str, Any]) -> dict[str, Any]:
-    """The native config for trainers that save through DeepSpeed, which at stage 3 saves no weights unless told to."""
+    """The native config for trainers that save through DeepSpeed: at stage 3 it gathers weights only by this key."""
     zero = native["zero_optimization"]
     gather = {"stage3_gather_16bit_weights_on_model_save": True} if zero["stage"] == 3 else {}
     return native | {"zero_optimization": zero | gather}
 
 
 def standalone_notes(config: RunConfig) -> list[str]:
-    """What a file for DeepSpeed alone cannot say, one line each."""
+    """Settings that a file for DeepSpeed alone cannot express, one line each."""
     notes = ["loss: DeepSpeed averages over ranks and micro-batches; ds_trainer divides by all label tokens of a step"]
     if config.optimizer.weight_decay and not config.optimizer.decay_norms_and_biases:
         notes.append("optimizer.weight_decay: hand DeepSpeed parameter groups, or it decays norms and biases too")
@@ -72,7 +72,7 @@ def standalone_notes(config: RunConfig) -> list[str]:
         notes.append("schedule: DeepSpeed's own runs one step behind")
     if config.parallel.tp > 1:
         notes.append(
-            "parallel.tp: written as DeepSpeed's AutoTP, which finds the layers itself and cuts a model that every "
+            "parallel.tp: written as DeepSpeed's AutoTP, which finds the layers itself and shards a model that every "
             "rank has in host memory; parallel.tp_plan and parallel.sequence_parallel are lost"
         )
     if config.parallel.pp > 1:
@@ -84,11 +84,11 @@ def standalone_notes(config: RunConfig) -> list[str]:
 
 
 def native_notes(config: RunConfig) -> list[str]:
-    """What the JSON that ds_trainer hands to DeepSpeed leaves to other arguments, one line each."""
+    """Settings that ds_trainer passes to DeepSpeed by other arguments than its JSON, one line each."""
     notes = []
     if config.parallel.tp > 1:
         notes.append(
-            f"parallel.tp {config.parallel.tp}: ds_trainer cuts the layers and tells DeepSpeed so by an mpu, for which "
+            f"parallel.tp {config.parallel.tp}: ds_trainer shards the layers and passes DeepSpeed an mpu, for which "
             "there is no key; for DeepSpeed alone use --standalone"
         )
     if config.parallel.pp > 1:
@@ -108,10 +108,10 @@ def _precision(config: RunConfig) -> dict[str, Any]:
     if precision.dtype == "fp16":
         sections["fp16"] = {"enabled": True, **precision.loss_scale.model_dump()}
     elif precision.dtype == "bf16" and config.zero.stage == 0:
-        # Without ZeRO, DeepSpeed has no fp32 masters for bf16 outside its pipeline: autocast keeps parameters fp32.
+        # Without ZeRO, DeepSpeed has no fp32 master weights for bf16 outside its pipeline: autocast keeps fp32.
         sections["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
     elif precision.dtype == "bf16":
-        # The check makes ZeRO drop a step whose gradient is not finite instead of writing NaN into the masters.
+        # The check makes ZeRO drop a step whose gradient is not finite instead of writing NaN into the master weights.
         sections["bf16"] = {"enabled": True, "check_grad_overflow": True}
     return sections
 
@@ -196,7 +196,7 @@ def _scheduler(config: RunConfig, optimizer: OptimizerConfig) -> dict[str, Any]:
 
 
 def _merge(native: dict[str, Any], resolved: ResolvedConfig) -> dict[str, Any]:
-    """Lays `native.deepspeed` over what we wrote; refuses a key that says something else."""
+    """Adds `native.deepspeed` to our keys; refuses a key of ours with another value."""
     written, errors = flatten(native), []
     for key, item in flatten(resolved.config.native.deepspeed).items():
         unified = unified_keys().get(key)
@@ -218,10 +218,10 @@ def _contradiction(key: str, item: Any, ours: Any, unified: str | None, reasons:
     says = (
         f"{unified} ({reasons.get(unified, 'default')}) gives {json.dumps(ours)}"
         if ours is not None
-        else (f"{unified}, which stands for it, is not used in this run")
+        else (f"{unified}, which corresponds to it, is not used in this run")
     )
     return ConfigError(
         f"native.deepspeed.{key} is {json.dumps(item)}, but {says}",
-        "what has a unified key is set by that key alone",
+        "a setting that has a unified key is set by that key alone",
         f"set {unified} and remove native.deepspeed.{key}",
     )

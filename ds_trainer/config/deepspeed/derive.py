@@ -19,7 +19,7 @@ _DEFAULTS = {
     "sub_group_size": 1_000_000_000,
     "stage3_prefetch_bucket_size": 50_000_000,
 }
-"""DeepSpeed's own sizes in elements: the most we take, and what we fall back on when the model is not known."""
+"""DeepSpeed's default sizes in elements: our upper bounds, and our values when the model is not known."""
 
 _UNBOUNDED = {"stage3_max_live_parameters": 1_000_000_000, "stage3_max_reuse_distance": 1_000_000_000}
 _PERSISTENCE = 100_000
@@ -30,7 +30,7 @@ _PARAM_BUFFER_COUNT = 5
 def check_parameter_buffer(
     zero: ZeroConfig, origins: Mapping[str, str], machine: Machine, size: ModelSize
 ) -> list[ConfigError]:
-    """A swap buffer into which a parameter does not fit: DeepSpeed stops at it while the model is loaded."""
+    """A swap buffer that is too small for a parameter: DeepSpeed stops there while it loads the model."""
     part, largest = zero.offload_param, size.largest_parameter
     if part.device != "nvme" or part.buffer_size is None or largest is None:
         return []
@@ -42,7 +42,8 @@ def check_parameter_buffer(
             f"zero.offload_param.buffer_size is {part.buffer_size} "
             f"({origins.get('zero.offload_param.buffer_size', 'default')}), and the largest parameter has {largest} "
             "elements",
-            f"a buffer holds one rank's part of any parameter: {needed} elements on {machine.world} data ranks",
+            f"a buffer holds one rank's shard of any parameter: {needed} elements on {machine.world} data-parallel "
+            "ranks",
             f"remove zero.offload_param.buffer_size, or set it to {needed} or more",
         )
     ]
@@ -55,7 +56,7 @@ def derive_zero(
 
     Args:
         zero: The section.
-        dtypes: Formats of the backward pass and of accumulation.
+        dtypes: Dtypes of the backward pass and of gradient accumulation.
         origins: Dotted key -> the place that set it.
         machine: Data ranks and device.
         size: The model's size.
@@ -71,7 +72,7 @@ def derive_zero(
         if name in used and getattr(zero, name) is None:
             derived[f"zero.{name}"] = (constant, "DeepSpeed's own")
     if "overlap_comm" in used and zero.overlap_comm is None:
-        # That overlap leaves the numbers alone needs a GPU to prove, so it goes no further than DeepSpeed itself does.
+        # Whether overlap leaves the results unchanged can be tested on a GPU only: we follow DeepSpeed's default.
         on = zero.stage == 3 and machine.device == "cuda"
         why = "DeepSpeed's own at stage 3" if on else "DeepSpeed's own below stage 3"
         derived["zero.overlap_comm"] = (on, why if machine.device == "cuda" else "a CPU has no second stream")
@@ -90,15 +91,15 @@ def derive_zero(
 
 
 def _clamped(zero: ZeroConfig, name: str, origins: Mapping[str, str], elements: int | None) -> tuple[int, str] | None:
-    asked, constant = getattr(zero, name), _DEFAULTS[name]
-    size = constant if asked is None else asked
+    chosen, constant = getattr(zero, name), _DEFAULTS[name]
+    size = constant if chosen is None else chosen
     # DeepSpeed asserts an even all-gather bucket.
     odd = name == "allgather_bucket_size" and elements is not None and elements % 2
     most = None if elements is None else elements + bool(odd)
     if most is not None and size > most:
-        said = "" if asked is None else f"{origins.get(f'zero.{name}', 'default')} says {asked}; "
-        return most, f"{said}no more than there are: {elements} elements"
-    if asked is not None:
+        source = "" if chosen is None else f"{origins.get(f'zero.{name}', 'default')} says {chosen}; "
+        return most, f"{source}no more than there are: {elements} elements"
+    if chosen is not None:
         return None
     return constant, "DeepSpeed's own" + ("; the model's size is not known" if elements is None else "")
 
@@ -127,7 +128,10 @@ def _nvme_parameters(zero: ZeroConfig, machine: Machine, size: ModelSize) -> Der
     if part.buffer_size is None:
         largest = size.largest_parameter
         derived["zero.offload_param.buffer_size"] = (
-            (-(-largest // machine.world), f"the largest parameter, {largest} elements, on {machine.world} data ranks")
+            (
+                -(-largest // machine.world),
+                f"the largest parameter, {largest} elements, on {machine.world} data-parallel ranks",
+            )
             if largest
             else (_PARAM_BUFFER, "DeepSpeed's own; the model is not known")
         )

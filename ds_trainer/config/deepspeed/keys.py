@@ -25,7 +25,7 @@ STAGES = {
 """Key of the `zero` section -> stages that read it."""
 
 TUNING = tuple(name for name in STAGES if not name.startswith("zero_"))
-"""Keys that change speed and memory, and no number."""
+"""Keys that change speed and memory, but no result."""
 
 OFFLOAD_STAGES = {
     ("offload_optimizer", "cpu"): (1, 2, 3),
@@ -33,7 +33,7 @@ OFFLOAD_STAGES = {
     ("offload_param", "cpu"): (3,),
     ("offload_param", "nvme"): (3,),
 }
-"""Offload -> stages that do it; below them DeepSpeed silently does less."""
+"""Offload -> stages that support it; at the others DeepSpeed silently offloads less."""
 
 OFFLOAD_DEVICES = {
     "offload_optimizer.nvme_path": ("nvme",),

@@ -1,4 +1,4 @@
-"""Which keys DeepSpeed reads, which of them mean something here, and what is said about the others. Pure.
+"""Which keys DeepSpeed reads, the unified keys that correspond to them, and errors for the others. Pure.
 
 `deepspeed_keys.json` was recorded on DeepSpeed 0.19.8; a test records it again on the installed version.
 """
@@ -39,7 +39,7 @@ REFUSED = {
     "checkpoint": (_OWN_CHECKPOINTS, "remove it"),
     "datastates_ckpt": (_OWN_CHECKPOINTS, "remove it"),
     "pipeline": ("ds_trainer runs its own pipeline, on every engine", "set parallel.pp"),
-    "tensor_parallel": ("ds_trainer cuts the layers itself, on every engine", "set parallel.tp"),
+    "tensor_parallel": ("ds_trainer shards the layers itself, on every engine", "set parallel.tp"),
     "expert_parallel": (_LAYOUT, "remove it"),
     "use_data_before_expert_parallelism": (_LAYOUT, "remove it"),
     "autotuning": ("it belongs to the `deepspeed --autotuning` launcher", "remove it"),
@@ -49,7 +49,7 @@ REFUSED = {
     "managed_gradient_accumulation": ("ds_trainer marks the micro-batches itself", "remove it"),
     "gradient_allreduce_op": ("the loss is divided by the step's label tokens, on an average over ranks", "remove it"),
     "zero_optimization.stage3_gather_16bit_weights_on_model_save": (
-        "it is for DeepSpeed's save_16bit_model; ds_trainer's export always writes whole weights",
+        "it is for DeepSpeed's save_16bit_model; ds_trainer's export always writes full weights",
         "remove it; checkpoint.export and checkpoint.export_dtype govern what is written",
     ),
     "zero_optimization.cpu_offload": ("it is deprecated", "set zero.offload_optimizer.device"),
@@ -62,7 +62,7 @@ for _name in ("gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_
 
 
 def unified_keys() -> dict[str, str]:
-    """Native dotted key -> the unified key that stands for it."""
+    """Native dotted key -> the unified key that corresponds to it."""
     table = {
         "train_batch_size": "batch.global_size",
         "train_micro_batch_size_per_gpu": "batch.micro_size",
@@ -88,7 +88,7 @@ def unified_keys() -> dict[str, str]:
 
 
 def check_native(native: Mapping[str, Any]) -> Iterator[ConfigError]:
-    """Faults of a DeepSpeed block that show by itself: keys DeepSpeed never reads, or that have no say here."""
+    """Faults of a DeepSpeed block by itself: keys that DeepSpeed never reads, or that ds_trainer refuses."""
     flat = flatten(native)
     prefixes = {".".join(key.split(".")[:end]) for key in flat for end in range(1, len(key.split(".")) + 1)}
     for key in sorted(prefixes):
@@ -111,7 +111,7 @@ def check_native(native: Mapping[str, Any]) -> Iterator[ConfigError]:
             meant = unified_keys().get(key)
             yield ConfigError(
                 f'native.deepspeed.{key} is "auto"',
-                "ds_trainer derives what is left out; no value is spelt auto",
+                "ds_trainer derives keys that are left out; no value is spelt auto",
                 f"remove it{f'; it follows {meant}' if meant else ''}",
             )
 
@@ -162,5 +162,5 @@ class ReadRecorder(dict):
         return self
 
     def unread(self) -> list[str]:
-        """Keys that are set and that nobody read."""
+        """Keys that are set and were not read."""
         return sorted(set(self) - self.reads)

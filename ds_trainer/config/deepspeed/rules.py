@@ -1,4 +1,4 @@
-"""Checks of the `zero` section: what DeepSpeed would ignore, silently change, or die of. Pure."""
+"""Checks of the `zero` section: settings that DeepSpeed would ignore, silently change, or fail at. Pure."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def no_effect_of_zero(config: RunConfig, origins: Mapping[str, str], machine: Ma
 
 
 def check_zero_machine(config: RunConfig, given: Provenance, machine: Machine) -> Iterator[ConfigError]:
-    """Every fault of ZeRO++ that shows once the kind of device and the number of data ranks are known."""
+    """Every fault of ZeRO++ that shows once the kind of device and the number of data-parallel ranks are known."""
     for name in ("zero_quantized_weights", "zero_quantized_gradients"):
         if getattr(config.zero, name) and machine.device == "cpu":
             yield ConfigError(
@@ -60,8 +60,8 @@ def check_zero_machine(config: RunConfig, given: Provenance, machine: Machine) -
     size = config.zero.zero_hpz_partition_size
     if machine.world % size:
         yield ConfigError(
-            f"{given.describe('zero.zero_hpz_partition_size')} with {machine.world} data ranks",
-            "the secondary partition divides the data ranks evenly",
+            f"{given.describe('zero.zero_hpz_partition_size')} with {machine.world} data-parallel ranks",
+            "the secondary partition divides the data-parallel ranks evenly",
             f"set zero.zero_hpz_partition_size to a divisor of {machine.world}",
         )
 
@@ -147,14 +147,14 @@ def _partial_offload(config: RunConfig, given: Provenance) -> Iterator[ConfigErr
     if config.optimizer.name != "adamw":
         yield ConfigError(
             f"{given.describe(key)} and {given.describe('optimizer.name')}",
-            "DeepSpeed updates the share on the device with AdamW, whatever the optimizer",
+            "DeepSpeed updates the part on the device with AdamW, whatever the optimizer",
             f"set {key} to 1.0 or optimizer.name to adamw",
         )
     schedule = config.schedule
     if schedule.name != "constant" or schedule.warmup_steps or schedule.warmup_ratio:
         yield ConfigError(
             f"{given.describe(key)} with a learning rate that changes ({given.describe('schedule.name')})",
-            "DeepSpeed updates the share on the device with a second optimizer that keeps its first learning rate",
+            "DeepSpeed updates the part on the device with a second optimizer that keeps its first learning rate",
             f"set {key} to 1.0, or schedule.name to constant without warm-up",
         )
 

@@ -1,4 +1,4 @@
-"""The arguments that a resolved config means to `fully_shard` and `DistributedDataParallel`. Pure."""
+"""The arguments of `fully_shard` and `DistributedDataParallel` for a resolved config. Pure."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from ds_trainer.config.resolved import ResolvedConfig
 
 @dataclass(frozen=True)
 class FSDP2Arguments:
-    """What FSDP2 is told; formats by their names in the config.
+    """The arguments of FSDP2; dtypes by their names in the config.
 
     Args:
         mesh: Axis name -> size, outermost first: `dp_shard`, or `dp_replicate` and `dp_shard` (HSDP).
         reshard_after_forward: As in `fully_shard`.
-        param_dtype: Format of gathered parameters; None: that of the masters, fp32.
-        reduce_dtype: Format in which gradients are accumulated and reduced.
-        buffer_dtype: Format of floating-point buffers; None: as the model makes them.
+        param_dtype: Dtype of gathered parameters; None: that of the master weights, fp32.
+        reduce_dtype: Dtype in which gradients are accumulated and reduced.
+        buffer_dtype: Dtype of floating-point buffers; None: as the model makes them.
         cpu_offload: Whether `CPUOffloadPolicy` applies.
         pin_memory: Its argument.
     """

@@ -1,4 +1,4 @@
-"""FSDP2: what its section and ZeRO's words for it lead to, and what contradicts. Pure.
+"""FSDP2: values that follow from `fsdp` and `zero`, and settings that contradict one another. Pure.
 
 Stage 3 is `reshard_after_forward` true, stage 2 false; ZeRO++'s secondary partition is a number. FSDP2 offloads
 parameters, gradients and optimizer states together.
@@ -35,8 +35,8 @@ def check_fsdp(config: RunConfig, given: Provenance) -> Iterator[ConfigError]:
     ):
         yield ConfigError(
             f"{given.describe('precision.grad_dtype')} and {given.describe('precision.communication_data_type')}",
-            "FSDP2 accumulates micro-batches in the format in which it reduces them",
-            "set both to the same format, or remove one",
+            "FSDP2 accumulates micro-batches in the dtype in which it reduces them",
+            "set both to the same dtype, or remove one",
         )
     if config.parallel.engine == "accelerate" and type(config.fsdp.reshard_after_forward) is int:
         yield ConfigError(
@@ -47,7 +47,7 @@ def check_fsdp(config: RunConfig, given: Provenance) -> Iterator[ConfigError]:
 
 
 def check_fsdp_machine(config: RunConfig, given: Provenance, machine: Machine) -> Iterator[ConfigError]:
-    """Every fault that shows once the kind of device and the number of data ranks are known."""
+    """Every fault that shows once the kind of device and the number of data-parallel ranks are known."""
     if backend(config) != "fsdp2":
         return
     if config.parallel.engine == "accelerate" and machine.device == "cpu":
@@ -61,33 +61,33 @@ def check_fsdp_machine(config: RunConfig, given: Provenance, machine: Machine) -
         sizes = [n for n in range(1, machine.world + 1) if machine.world % n == 0]
         said = f"{given.describe('parallel.dp_replicate')} and {given.describe('parallel.dp_shard')}"
         yield ConfigError(
-            f"{said} on {machine.world} data ranks",
-            "data ranks = dp_replicate x dp_shard",
+            f"{said} on {machine.world} data-parallel ranks",
+            "data-parallel ranks = dp_replicate x dp_shard",
             f"set parallel.dp_replicate to {one_of(sizes)}, and remove parallel.dp_shard",
         )
         return
-    cut = machine.world // replicate
+    ranks = machine.world // replicate
     number = _reshard(config, given)[0]
-    if type(number) is int and (cut % number or number >= cut):
-        works = [n for n in range(2, cut) if cut % n == 0]
+    if type(number) is int and (ranks % number or number >= ranks):
+        works = [n for n in range(2, ranks) if ranks % n == 0]
         key = (
             "fsdp.reshard_after_forward"
             if given.is_set("fsdp.reshard_after_forward")
             else "zero.zero_hpz_partition_size"
         )
         yield ConfigError(
-            f"{given.describe(key)} with {cut} ranks to a copy of the model",
+            f"{given.describe(key)} with {ranks} ranks to a replica of the model",
             "the number divides these ranks and is smaller",
-            f"set {key} to {' or '.join(map(str, works))}" if works else f"remove {key}: {cut} ranks allow no number",
+            f"set {key} to {' or '.join(map(str, works))}" if works else f"remove {key}: {ranks} ranks allow no number",
         )
 
 
 def derive_fsdp(config: RunConfig, given: Provenance, machine: Machine) -> dict[str, tuple[Any, str]]:
-    """Open values of `fsdp` and `parallel`, on the data ranks of a machine -> value and reason."""
+    """Open values of `fsdp` and `parallel`, on the data-parallel ranks of a machine -> value and reason."""
     derived: dict[str, tuple[Any, str]] = {}
     if config.parallel.dp_shard is None:
         replicate = config.parallel.dp_replicate
-        reason = f"{machine.world} data ranks / dp_replicate {replicate}"
+        reason = f"{machine.world} data-parallel ranks / dp_replicate {replicate}"
         derived["parallel.dp_shard"] = (machine.world // replicate, reason)
     if config.fsdp.reshard_after_forward is None:
         derived["fsdp.reshard_after_forward"] = _reshard(config, given)
@@ -120,7 +120,10 @@ def _reshard(config: RunConfig, given: Provenance) -> tuple[bool | int, str]:
     if given.is_set("zero.stage") and config.zero.stage in _STAGES:
         return _STAGES[config.zero.stage], f"zero.stage {config.zero.stage}"
     if config.parallel.pp > 1:
-        return False, "micro-batches pass through a stage both ways: freed parameters would be gathered for each anew"
+        return (
+            False,
+            "freed parameters would be gathered again for each micro-batch, in both directions of the pipeline",
+        )
     return True, "least memory, as fully_shard does"
 
 
@@ -131,7 +134,7 @@ def _stage(config: RunConfig, given: Provenance) -> Iterator[ConfigError]:
     if stage not in _STAGES:
         yield ConfigError(
             f"{given.describe('zero.stage')} on fsdp2",
-            "FSDP2 cuts gradients and optimizer states always, and keeps parameters (2) or frees them (3)",
+            "FSDP2 always shards gradients and optimizer states, and keeps parameters (2) or frees them (3)",
             "set zero.stage to 2 or 3, or parallel.engine to " + ("ddp" if stage == 0 else "deepspeed"),
         )
     elif reshard is not None and bool(reshard) != _STAGES[stage]:
@@ -176,7 +179,7 @@ def _offload(config: RunConfig, given: Provenance) -> Iterator[ConfigError]:
         yield ConfigError(
             f"{given.describe('fsdp.cpu_offload')}, {given.describe('zero.offload_optimizer.device')} and "
             f"{given.describe('zero.offload_param.device')}",
-            "they say the same thing twice, and differ",
+            "they are two settings of one thing, and differ",
             "remove fsdp.cpu_offload, or both devices",
         )
     if given.is_set("fsdp.pin_memory") and not config.fsdp.cpu_offload and on_host != {"cpu"}:
@@ -204,6 +207,6 @@ def _wrapping(config: RunConfig, given: Provenance) -> Iterator[ConfigError]:
     if given.is_set("fsdp.prefetch_depth") and config.fsdp.auto_wrap_policy == "no_wrap":
         yield ConfigError(
             f"{given.describe('fsdp.prefetch_depth')} and {given.describe('fsdp.auto_wrap_policy')}",
-            "what is gathered all at once cannot be gathered ahead",
+            "modules that are gathered all at once cannot be gathered ahead",
             "remove one of the two",
         )

@@ -91,7 +91,7 @@ _PIPELINE_GONE = {
     "use_reentrant": "layers are recomputed without re-entering autograd: nothing is lost",
     **dict.fromkeys(
         ("pipe_partitioned", "grad_partitioned"),
-        "what stages send one another is cut over the tensor ranks with parallel.sequence_parallel",
+        "what stages send one another is cut over the tensor-parallel ranks with parallel.sequence_parallel",
     ),
 }
 """Key of DeepSpeed's pipeline -> why it is left out."""

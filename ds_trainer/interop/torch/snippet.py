@@ -222,5 +222,5 @@ def _loop(resolved: ResolvedConfig, shares: str) -> str:
     config, ranks = resolved.config, resolved.dp_size
     batch = config.batch
     clip = f"{config.optimizer.max_grad_norm:g} ({config.optimizer.norm_type})"
-    steps = f"{batch.accumulation} micro-batches of {batch.micro_size} samples on each of {ranks} data ranks."
+    steps = f"{batch.accumulation} micro-batches of {batch.micro_size} samples on each of {ranks} data-parallel ranks."
     return _LOOP.format(shares=shares, clip=clip, steps=steps)

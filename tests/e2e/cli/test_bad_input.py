@@ -64,7 +64,7 @@ CONFIG = {
         {"batch": {"global_size": "8"}},
     ),
     "contradictory batch numbers": Fault(
-        "batch.global_size 8, but batch.micro_size 3 x batch.accumulation 1 x 2 data ranks = 6 … set batch",
+        "batch.global_size 8, but batch.micro_size 3 x batch.accumulation 1 x 2 data-parallel ranks = 6 … set batch",
         {"batch": {"global_size": 8, "micro_size": 3, "accumulation": 1}},
     ),
     "parameter offload below stage 3": Fault(

@@ -43,7 +43,7 @@ def test_show_prints_every_value_with_its_place_or_reason(write, capsys):
     text = capsys.readouterr().out
     line = {row.split("│")[1].strip(): row for row in text.splitlines() if row.count("│") == 4}
     assert "--set (run.json says 8)" in line["batch.accumulation"]
-    assert "64" in line["batch.global_size"] and "8 data ranks" in line["batch.global_size"]
+    assert "64" in line["batch.global_size"] and "8 data-parallel ranks" in line["batch.global_size"]
     assert "run.json" in line["zero.stage"] and "default" in line["optimizer.lr"]
     assert "zero.stage3_param_persistence_threshold" in line, "keys are never cut short"
 
@@ -238,7 +238,7 @@ def test_an_option_is_not_guessed_from_its_first_letters(write, capsys):
 @pytest.mark.parametrize("world", ["0", "-2", "two", "9" * 5000])
 def test_a_number_of_ranks_that_is_none_is_refused(write, capsys, world):
     assert exit_code("config", "check", write(), "--world", world) == 2
-    assert "is no number of ranks: give 1 or more" in capsys.readouterr().err
+    assert "is not a number of ranks: give 1 or more" in capsys.readouterr().err
 
 
 def test_a_reader_that_stops_early_ends_the_command_without_a_word():

@@ -49,7 +49,7 @@ def test_it_prints_the_timeline_and_what_is_to_be_read_from_it(write, capsys):
         "in flight      4, 3, 2, 1 micro-batches at most, by rank, whose activations it holds",
         "passes         8 F + 8 B on each rank",
         "step           takes 33 forward passes through 1/4 of the model; 24 without a bubble",
-        "stages         taken as equally long: model.path is no folder here that tells its layers",
+        "stages         taken as equally long: model.path is no folder here that shows its layers",
     ]
 
 

@@ -1,4 +1,4 @@
-"""A pipeline in a config: data ranks, stages, micro-batches, what other keys allow, and what is printed of it."""
+"""A pipeline in a config: ranks, stages, micro-batches, what other keys allow, and what is printed of it."""
 
 import json
 import struct
@@ -175,7 +175,9 @@ def test_data_ranks_are_what_pipeline_and_tensor_ranks_leave_on_every_engine(eng
     sections = {"batch": {"micro_size": 2, "accumulation": 4}} | (ZERO1 if engine == "deepspeed" else {})
     resolved = run({"engine": engine, "tp": 2, "pp": 2}, **sections)
     assert (resolved.dp_size, resolved.config.batch.global_size) == (2, 16)
-    assert resolved.reasons["batch.global_size"].endswith("2 data ranks (8 ranks / (parallel.pp 2 x parallel.tp 2))")
+    assert resolved.reasons["batch.global_size"].endswith(
+        "2 data-parallel ranks (8 ranks / (parallel.pp 2 x parallel.tp 2))"
+    )
     if engine == "fsdp2":
         assert resolved.config.parallel.dp_shard == 2 and fsdp2_arguments(resolved).mesh == {"dp_shard": 2}
     if engine == "deepspeed":
@@ -271,7 +273,7 @@ def test_what_the_reducer_alone_would_read_is_said_to_have_no_effect():
 def test_parameters_stay_gathered_under_a_pipeline_unless_the_user_says_otherwise():
     resolved = run({"pp": 2, "engine": "fsdp2"})
     assert resolved.config.fsdp.reshard_after_forward is False
-    assert "gathered for each anew" in resolved.reasons["fsdp.reshard_after_forward"]
+    assert "gathered again for each micro-batch" in resolved.reasons["fsdp.reshard_after_forward"]
     assert run({"engine": "fsdp2"}).config.fsdp.reshard_after_forward is True
     for said in ({"fsdp": {"reshard_after_forward": True}}, {"zero": {"stage": 3}}):
         assert run({"pp": 2, "engine": "fsdp2"}, **said).config.fsdp.reshard_after_forward is True
@@ -406,10 +408,10 @@ def test_a_type_that_cannot_be_cut_is_refused_with_the_reason_and_an_unknown_one
         (error,) = faults({"pp": 2}, spec=checkpoint(*llama(4, model_type=name)))
         assert error.rule == reason and error.change == "set parallel.pp to 1"
     spec = checkpoint(*llama(4, model_type="of_the_future"))
-    assert any("whether it can be cut is checked at load" in text for text in run({"pp": 2}, spec=spec).warnings)
+    assert any("whether it can be split is checked at load" in text for text in run({"pp": 2}, spec=spec).warnings)
     nothing = checkpoint({"model_type": "llama"}, {"weight": (3, 3)})
     resolved = run({"pp": 2}, spec=nothing)
-    assert any("do not tell its layers" in text for text in resolved.warnings)
+    assert any("do not show its layers" in text for text in resolved.warnings)
     assert resolved.stages is None and resolved.reasons["parallel.pp_split"].endswith("at load")
 
 
@@ -422,7 +424,7 @@ def test_a_rank_keeps_and_buffers_the_largest_stages_part(checkpoint):
     assert resolved.size.num_parameters == vocabulary + 3 * layer
     assert resolved.config.zero.reduce_bucket_size == resolved.size.num_parameters
     moments = {part.name: part.size for part in host_parts(resolved)}["moments"]
-    assert moments == 8 * resolved.size.num_parameters / 2, "shared by two data ranks"
+    assert moments == 8 * resolved.size.num_parameters / 2, "shared by two data-parallel ranks"
     both = run({"engine": "deepspeed", "pp": 2, "tp": 2}, machine, spec, **ZERO1)
     assert both.size.num_parameters == 33 * 64 + 3 * layer // 2
     folded = run({"engine": "deepspeed", "pp": 2, "schedule": "zbv"}, machine, spec, **ZERO1)

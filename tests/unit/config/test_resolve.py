@@ -47,17 +47,22 @@ def test_any_numbers_that_determine_the_rest_suffice(given, ranks, solved):
         (
             {"global_size": 256, "micro_size": 4, "accumulation": 8},
             1,
-            ("256", "4", "8", "1 data ranks", "32"),
+            ("256", "4", "8", "1 data-parallel ranks", "32"),
             "set batch.global_size to 32 or batch.accumulation to 64 or batch.micro_size to 32",
         ),
-        ({"global_size": 7, "micro_size": 2}, 2, ("7", "2", "2 data ranks", "4"), "set batch.global_size to 4 or 8"),
+        (
+            {"global_size": 7, "micro_size": 2},
+            2,
+            ("7", "2", "2 data-parallel ranks", "4"),
+            "set batch.global_size to 4 or 8",
+        ),
         (
             {"global_size": 12, "micro_size": 4},
             2,
-            ("12", "4", "2 data ranks", "8"),
+            ("12", "4", "2 data-parallel ranks", "8"),
             "set batch.global_size to 8 or 16 or batch.micro_size to 3",
         ),
-        ({"global_size": 3}, 4, ("3", "4 data ranks"), "set batch.global_size to 4"),
+        ({"global_size": 3}, 4, ("3", "4 data-parallel ranks"), "set batch.global_size to 4"),
     ],
 )
 def test_numbers_that_contradict_are_all_named_with_the_nearest_that_work(given, ranks, numbers, nearest):

@@ -1,4 +1,4 @@
-"""Tensor parallelism in a config: data ranks, sizes that divide, what other keys allow, and what is printed of it."""
+"""Tensor parallelism in a config: ranks, sizes that divide, what other keys allow, and what is printed of it."""
 
 import json
 import struct
@@ -99,7 +99,7 @@ def test_a_refusal_names_each_number_once_and_the_sizes_that_work_for_all():
 def test_data_ranks_are_ranks_over_tensor_ranks_on_every_engine(engine):
     resolved = run({"engine": engine, "tp": 2}, batch={"micro_size": 2, "accumulation": 3})
     assert (resolved.dp_size, resolved.config.batch.global_size) == (4, 24)
-    assert resolved.reasons["batch.global_size"].endswith("x 4 data ranks (8 ranks / parallel.tp 2)")
+    assert resolved.reasons["batch.global_size"].endswith("x 4 data-parallel ranks (8 ranks / parallel.tp 2)")
     if engine == "fsdp2":
         assert resolved.config.parallel.dp_shard == 4 and fsdp2_arguments(resolved).mesh == {"dp_shard": 4}
     if engine == "deepspeed":
@@ -109,7 +109,7 @@ def test_data_ranks_are_ranks_over_tensor_ranks_on_every_engine(engine):
 @pytest.mark.case("A3")
 def test_a_batch_that_does_not_divide_is_told_with_data_ranks_and_where_they_come_from():
     (error,) = faults({"tp": 2}, batch={"global_size": 6, "micro_size": 1})
-    assert "batch.micro_size 1 x 4 data ranks (8 ranks / parallel.tp 2) = 4" in error.found
+    assert "batch.micro_size 1 x 4 data-parallel ranks (8 ranks / parallel.tp 2) = 4" in error.found
     assert error.change == "set batch.global_size to 4 or 8"
 
 
@@ -117,7 +117,7 @@ def test_hsdp_divides_the_data_ranks():
     plan = {"engine": "fsdp2", "tp": 2, "dp_replicate": 2}
     assert run(plan).config.parallel.dp_shard == 2
     (error,) = faults(plan | {"dp_replicate": 8})
-    assert error.found.endswith("on 4 data ranks")
+    assert error.found.endswith("on 4 data-parallel ranks")
 
 
 def test_ranks_that_are_no_whole_copies_are_refused_with_the_sizes_alone():
@@ -290,8 +290,8 @@ def test_show_prints_heads_widths_and_vocabulary_per_rank(checkpoint, capsys, mo
     for tp, shown in (("4", True), ("1", False)):
         assert main(["config", "show", str(tmp_path / "run.json"), "--world", "8", "--set", f"parallel.tp={tp}"]) == 0
         text = capsys.readouterr().out
-        assert ("the model on each of 4 tensor ranks" in text and "3 of 68 are padding" in text) is shown
-        assert ("of its part of the model that each of 2 data ranks keeps" in text) is shown
+        assert ("the model on each of 4 tensor-parallel ranks" in text and "3 of 68 are padding" in text) is shown
+        assert ("of its part of the model that each of 2 data-parallel ranks keeps" in text) is shown
 
 
 def test_check_refuses_what_does_not_divide_without_loading_torch(checkpoint, capsys, tmp_path):
@@ -310,7 +310,7 @@ def test_the_snippets_lay_the_tensor_ranks_innermost_and_say_who_cuts_the_layers
     assert f'init_device_mesh("cuda", (2, 2, 2), mesh_dim_names={names})[("dp_replicate", "dp_shard",)]' in hsdp
     ddp = ddp_snippet(run({"engine": "ddp", "tp": 2}))
     assert 'init_device_mesh("cuda", (4, 2), mesh_dim_names=("dp", "tp",))["dp"].get_group()' in ddp
-    assert all("cut over 2 ranks" in text and "4 data ranks" in text for text in (hsdp, ddp))
+    assert all("cut over 2 ranks" in text and "4 data-parallel ranks" in text for text in (hsdp, ddp))
     assert all(compile(text, "snippet", "exec") for text in (hsdp, ddp))
 
 
@@ -349,7 +349,7 @@ def test_where_one_size_works_it_alone_is_named():
         ("modl.layers.*.mlp.up_proj", "colwise", "has modl.layers.*.mlp.up_proj, which matches no module"),
         ("model.norm", "colwise", "gives colwise to model.norm by model.norm, and that is no matrix"),
         ("model.layers.0.mlp", "rowwise", "gives rowwise to model.layers.0.mlp by model.layers.0.mlp, and that is a m"),
-        ("*", "replicate", "leaves every layer whole"),
+        ("*", "replicate", "shards no layer"),
     ],
 )
 def test_a_plan_that_cannot_fit_the_checkpoint_is_refused_before_the_load(checkpoint, entry, style, found):

@@ -1,4 +1,4 @@
-"""What accelerate was told, held against the run's JSON."""
+"""Settings of accelerate launch that contradict the run's JSON."""
 
 import pytest
 

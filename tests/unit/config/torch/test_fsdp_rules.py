@@ -127,7 +127,7 @@ def test_buckets_have_no_effect_and_are_warned_of():
 @pytest.mark.parametrize("engine", ["deepspeed", "ddp"])
 @pytest.mark.parametrize("parallel", [{"dp_replicate": 2}, {"dp_shard": 4}])
 def test_only_fsdp2_lays_out_copies(engine, parallel):
-    with pytest.raises(ConfigErrors, match="lays out the data ranks of fsdp2"):
+    with pytest.raises(ConfigErrors, match="lays out the data-parallel ranks of fsdp2"):
         load_config({"parallel": {"engine": engine, **parallel}})
 
 
