@@ -15,7 +15,7 @@ from ds_trainer.checkpoint.folder import RUN
 from ds_trainer.checkpoint.shard_reader import MasterWeights
 from ds_trainer.checkpoint.verified import open_checkpoint
 from ds_trainer.config.schema import RunConfig
-from ds_trainer.engines.dtypes import TORCH_DTYPES
+from ds_trainer.engines.introspect import TORCH_DTYPES
 from ds_trainer.errors import CheckpointError
 from ds_trainer.log import get_logger
 from ds_trainer.models.build import build_model

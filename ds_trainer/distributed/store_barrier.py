@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store
 
 from ds_trainer.distributed.process_groups import Mesh
 from ds_trainer.errors import UserError
 from ds_trainer.health.expected_wait import expected_wait
+from ds_trainer.torch_internals import default_store
 
 _POLL_S = 0.05
 _BEFORE_EXIT_S = 20.0
@@ -54,7 +54,7 @@ def _wait_for_all(world: int, place: str, limit_s: float = float("inf")) -> None
     if world == 1:
         return
     _counts[place] += 1
-    key, store = f"ds_trainer/{place}/{_counts[place]}", _get_default_store()
+    key, store = f"ds_trainer/{place}/{_counts[place]}", default_store()
     arrived, began = store.add(key, 1), time.monotonic()
     while arrived < world and time.monotonic() - began < limit_s:
         time.sleep(_POLL_S)

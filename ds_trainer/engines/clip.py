@@ -8,6 +8,8 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
+from ds_trainer.torch_internals import multiply_all
+
 NormType = Literal["l2", "inf"]
 
 
@@ -52,4 +54,4 @@ def clip_by_norm(gradients: Sequence[torch.Tensor], limit: float, norm: float) -
     """Scales plain gradients by limit / (norm + 1e-6) where that is below 1, as torch does; limit 0: no clipping."""
     scale = limit / (norm + 1e-6)
     if limit and scale < 1.0:
-        torch._foreach_mul_(list(gradients), scale)
+        multiply_all(list(gradients), scale)

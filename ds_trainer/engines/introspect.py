@@ -1,4 +1,4 @@
-"""Measures live tensors: bytes of unique storages, the device they lie on, over how many ranks they are cut."""
+"""Measures live tensors: dtypes, bytes of unique storages, devices, over how many ranks they are sharded."""
 
 from __future__ import annotations
 
@@ -10,9 +10,13 @@ from torch.distributed.tensor import DTensor
 
 from ds_trainer.parallel.model_split import ModelSplit
 
+TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""torch's dtypes by their names in the config."""
+DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a tensor that is cut over the ranks, sharing its memory; a plain tensor as it is."""
+
+def local_shard(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's shard of a DTensor, sharing its memory; a plain tensor as it is."""
     with torch.no_grad():
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
@@ -21,7 +25,7 @@ def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes of the distinct storages behind the tensors; views of one buffer count once."""
     storages = {}
     for tensor in tensors:
-        storage = local_part(tensor).untyped_storage()
+        storage = local_shard(tensor).untyped_storage()
         if storage.nbytes():
             storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
@@ -77,6 +81,6 @@ def content_hash(tensors: Iterable[torch.Tensor]) -> str:
     """
     digest = hashlib.blake2b(digest_size=6)
     for tensor in tensors:
-        value = local_part(tensor).detach()
+        value = local_shard(tensor).detach()
         digest.update(f"{torch.hash_tensor(value).item()} {value.sum(dtype=torch.float64).item()!r}".encode())
     return digest.hexdigest()

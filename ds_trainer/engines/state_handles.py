@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ds_trainer.engines.introspect import local_part
+from ds_trainer.engines.introspect import local_shard
 from ds_trainer.errors import EngineError
 
 MASTER = "master"
@@ -44,7 +44,7 @@ def live(tensor: torch.Tensor, numel: int) -> StateTensor:
         tensor: The live tensor; of one that is cut over the ranks, this rank's part is meant.
         numel: Elements of the owned slice; a tensor of as many is handed out flat.
     """
-    tensor = local_part(tensor)
+    tensor = local_shard(tensor)
     shape = (numel,) if tensor.dim() and tensor.numel() == numel else tuple(tensor.shape)
 
     def read() -> torch.Tensor:

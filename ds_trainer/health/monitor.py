@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store
 
 from ds_trainer.errors import RankFailedError, UserError
 from ds_trainer.health.hang import Timeouts
@@ -18,6 +17,7 @@ from ds_trainer.health.shared_status import SharedStatus
 from ds_trainer.health.status import sample_text, stage_text
 from ds_trainer.health.status_store import StatusStore
 from ds_trainer.health.watchdog import Watchdog
+from ds_trainer.torch_internals import default_store
 
 
 class Monitor:
@@ -113,7 +113,7 @@ def start_monitor(group: dist.ProcessGroup, timeouts: Timeouts) -> Monitor:
     main.record()
     addresses: list = [None] * world
     dist.all_gather_object(addresses, PeerAddress.of_this_process(shared.fd), group=group)
-    store = StatusStore(_get_default_store(), rank, world)
+    store = StatusStore(default_store(), rank, world)
     watchdog = Watchdog(rank, world, main, store, LocalPeers(addresses, rank), timeouts)
     watchdog.start()
     monitor = Monitor(rank, main, watchdog)

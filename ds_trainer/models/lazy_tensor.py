@@ -10,9 +10,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_map
 
 from ds_trainer.layout import TensorSlice
+from ds_trainer.torch_internals import is_mutable, make_wrapper, tree_flatten, tree_map
 
 Fill = Callable[[torch.Tensor, TensorSlice], object]
 """Reads a slice of a tensor into another tensor of that slice's sizes."""
@@ -36,7 +36,7 @@ class LazyTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, shape: tuple[int, ...], dtype: torch.dtype, fill: Fill, sliceable: bool = True) -> LazyTensor:  # noqa: D102
-        return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=torch.device("meta"))
+        return make_wrapper(cls, shape, dtype, torch.device("meta"))
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, fill: Fill, sliceable: bool = True) -> None:
         self.fill, self.sliceable = fill, sliceable
@@ -57,7 +57,7 @@ class LazyTensor(torch.Tensor):
         kwargs = kwargs or {}
         tensors = [item for item in tree_flatten((args, kwargs))[0] if isinstance(item, torch.Tensor)]
         operands = [tensor for tensor in tensors if isinstance(tensor, LazyTensor)]
-        if func._schema.is_mutable or len(operands) < len(tensors):
+        if is_mutable(func) or len(operands) < len(tensors):
             raise NotRecordedError(str(func))
         made = func(*tree_map(_shape_only, args), **tree_map(_shape_only, kwargs))
         rearranged = _REARRANGEMENTS.get(func)

@@ -36,7 +36,7 @@ from ds_trainer.distributed.process_groups import Mesh, init_mesh
 from ds_trainer.distributed.seed import seed_rank
 from ds_trainer.distributed.store_barrier import barrier_after
 from ds_trainer.engines.base import Engine, make_engine
-from ds_trainer.engines.dtypes import TORCH_DTYPES
+from ds_trainer.engines.introspect import TORCH_DTYPES
 from ds_trainer.errors import ConfigErrors
 from ds_trainer.executors.make import make_executor
 from ds_trainer.health.expected_wait import expected_wait

@@ -10,6 +10,7 @@ LEVELS = {
     "plots": 0,
     "processes": 0,
     "run_folder": 0,
+    "torch_internals": 0,
     "health": 1,
     "launch": 1,
     "planning": 1,

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ds_trainer.engines.introspect import local_part
+from ds_trainer.engines.introspect import local_shard
 from tests.helpers.parity import STEPS
 
 LAYERS_LEFT = {"fsdp2-keep": 1, "fsdp2-number": 1 / 2, "fsdp2-hsdp": 1 / 2}
@@ -48,7 +48,7 @@ class ShardsWitness:
 
     def _held(self) -> float:
         """Which share of a matrix in the block is there."""
-        return local_part(self._projection.weight).numel() / self._projection.weight.numel()
+        return local_shard(self._projection.weight).numel() / self._projection.weight.numel()
 
     def _look(self, module, inputs, output) -> None:
         if isinstance(self.trainer.run.model, FSDPModule):

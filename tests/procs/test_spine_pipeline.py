@@ -155,7 +155,7 @@ def _change_stages(trainer, name, function) -> None:
 
 def copy_counted_in_the_norm(trainer) -> None:
     """The last stage adds its copy's gradient to the global norm."""
-    stages, over_ranks = trainer.engine._split.stages, trainer.engine._over_model_ranks
+    stages, over_ranks = trainer.engine._split.stages, trainer.engine.norm_over_ranks
     sum_tied, copied = stages.sum_tied, []
 
     def keep(gradients):
@@ -163,14 +163,14 @@ def copy_counted_in_the_norm(trainer) -> None:
         sum_tied(gradients)
 
     _change_stages(trainer, "sum_tied", keep)
-    trainer.engine._over_model_ranks = lambda norm: over_ranks(
+    trainer.engine.norm_over_ranks = lambda norm: over_ranks(
         torch.linalg.vector_norm(torch.stack([norm.double(), *(g.double().norm() for g in copied)]))
     )
 
 
 def stages_clip_by_their_own_norm(trainer) -> None:
     """Each rank takes the norm of what it holds for that of the model."""
-    trainer.engine._over_model_ranks = lambda norm: norm
+    trainer.engine.norm_over_ranks = lambda norm: norm
 
 
 def a_microbatch_counts_twice(trainer) -> None:

@@ -13,7 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 from ds_trainer.config.accelerate.arguments import accelerate_arguments
 from ds_trainer.engines.accelerate.accelerator import check_prepared, make_accelerator, told_by_json
 from ds_trainer.engines.ddp import DDPEngine
-from ds_trainer.engines.dtypes import TORCH_DTYPES
+from ds_trainer.engines.introspect import TORCH_DTYPES
+from ds_trainer.torch_internals import comm_hook_states
 
 
 class AccelerateDDPEngine(DDPEngine):
@@ -45,7 +46,7 @@ class AccelerateDDPEngine(DDPEngine):
         self._compute_dtype = TORCH_DTYPES.get(self.accelerator.mixed_precision, torch.float32)
         # accelerate hands on only what is not torch's default, with which torch begins with a bucket of 1 MiB.
         self._check_one_bucket(1 if self.config.ddp.bucket_cap_mb == 25 else self.config.ddp.bucket_cap_mb)
-        for _, state in getattr(self.module, "_comm_hooks", ()):
+        for state in comm_hook_states(self.module):
             self._hook = state  # None but for PowerSGD.
 
     def _no_sync(self) -> AbstractContextManager[None]:
@@ -59,8 +60,9 @@ class AccelerateDDPEngine(DDPEngine):
         """As in `DDPEngine`; accelerate scales the loss of fp16."""
         self.accelerator.backward(loss * self.mesh.grid.dp_size)
 
-    def _group_size(self) -> int:
-        return super()._group_size() if isinstance(self.module, DistributedDataParallel) else 1
+    def group_size(self) -> int:
+        """1 on a single GPU, where accelerate wraps nothing."""
+        return super().group_size() if isinstance(self.module, DistributedDataParallel) else 1
 
     def close(self) -> None:
         """Gives the model back as it was: without accelerate's autocast, and without the mark of being prepared."""

@@ -21,7 +21,6 @@ from typing import Any, ClassVar
 import deepspeed
 import deepspeed.comm
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from ds_trainer.config.deepspeed.arguments import to_deepspeed
@@ -30,23 +29,16 @@ from ds_trainer.config.resolved import ResolvedConfig
 from ds_trainer.distributed.process_groups import Mesh
 from ds_trainer.engines.base import EngineFacts, OptimizerFactory, StepOutcome
 from ds_trainer.engines.clip import clip_by_norm, global_norm, norm_over_group
+from ds_trainer.engines.deepspeed.facts import measure
+from ds_trainer.engines.deepspeed.internals import accumulated_gradient, full_gradient, link_states
 from ds_trainer.engines.deepspeed.mpu import ModelParallelUnit, counts_in_norm
 from ds_trainer.engines.deepspeed.nvme_check import check_gradient_offsets
+from ds_trainer.engines.deepspeed.pipeline import check_parameter_groups, reduce_accumulated
 from ds_trainer.engines.deepspeed.state import catch_up_cpu_adam, load_wide_masters, owned_slices, state_handles
-from ds_trainer.engines.deepspeed.tied_grads import CopiedGradients
 from ds_trainer.engines.deepspeed.zero3_gather import gather_together
 from ds_trainer.engines.deepspeed.zero3_load import load_partitioned
-from ds_trainer.engines.dtypes import DTYPE_NAMES, TORCH_DTYPES
-from ds_trainer.engines.grad_sync import fill_where_others_have
-from ds_trainer.engines.introspect import (
-    content_hash,
-    devices,
-    grouped_parameters,
-    pipeline_ranks,
-    state_tensors,
-    storage_bytes,
-    tensor_ranks,
-)
+from ds_trainer.engines.grad_sync import ReplicaGradients
+from ds_trainer.engines.introspect import TORCH_DTYPES, content_hash
 from ds_trainer.engines.state_handles import State
 from ds_trainer.errors import EngineError
 from ds_trainer.host.deepspeed_ops import disable_shm_comm
@@ -126,8 +118,8 @@ class DeepSpeedEngine:
             load_partitioned(model, weights, self.native, self._param_dtype, self.mesh)
         else:
             load_full(model, weights, self.mesh.device, self._param_dtype)
-        copies = {name: p for name, p in model.named_parameters() if not split.owns(name)}
-        self._copied_gradients = CopiedGradients(copies, TORCH_DTYPES[self.config.precision.grad_dtype or "fp32"])
+        replicas = {name: p for name, p in model.named_parameters() if not split.owns(name)}
+        self._replica_gradients = ReplicaGradients(replicas, TORCH_DTYPES[self.config.precision.grad_dtype or "fp32"])
         if not self._clips_itself:
             for name, parameter in self._named():
                 parameter.model_parallel = counts_in_norm(name, split)
@@ -141,7 +133,7 @@ class DeepSpeedEngine:
         """
         trainable = [(n, p) for n, p in self._named() if p.requires_grad]
         optimizer = make_optimizer(trainable)
-        self._check_groups(optimizer)
+        check_parameter_groups(optimizer, self.stage, self.mesh)
         recorder = ReadRecorder(self.native)
         # Some of its optimizers print the machine's memory as they are built.
         with _without_compiler(), redirect_stdout(io.StringIO()):
@@ -167,21 +159,6 @@ class DeepSpeedEngine:
             dist_init_required=False,
         )
         return engine
-
-    def _check_groups(self, optimizer: torch.optim.Optimizer) -> None:
-        """ZeRO sums the norm of each parameter group over the stages by itself: with other numbers of them it hangs.
-
-        Raises:
-            EngineError: Stages differ in their number of groups; on every rank.
-        """
-        counts = self.mesh.gather_over_pp(len(optimizer.param_groups))
-        if self.stage > 0 and len(set(counts)) > 1:
-            raise EngineError(
-                f"the ranks of a pipeline have {', '.join(map(str, counts))} parameter groups with trained parameters",
-                "DeepSpeed sums the gradient norm group by group, so every stage needs the same groups",
-                "train parameters of the same kinds in every stage, set optimizer.decay_norms_and_biases to true, or "
-                "parallel.engine to ddp or fsdp2",
-            )
 
     @contextmanager
     def microbatch(self, is_last: bool) -> Iterator[None]:
@@ -226,22 +203,10 @@ class DeepSpeedEngine:
         self.module.set_gradient_accumulation_boundary(False)
         yield
         shared = self._split.shared(dict(self._model.named_parameters()))
-        owned = {name: self._accumulated(p) for name, p in shared.items() if self._split.owns(name)}
-        self._split.sum_tied(owned | self._copied_gradients.take())
-        self.module.set_gradient_accumulation_boundary(True)
-        if self.stage > 0:
-            self.module.allreduce_gradients()
-        else:  # It would take in the copies.
-            trained = [p for _, p in self._named() if p.requires_grad]
-            fill_where_others_have(trained, self.mesh.dp_host_group)
-            self.module.buffered_allreduce_fallback([p.grad for p in trained if p.grad is not None])
-
-    def _accumulated(self, parameter: Any) -> torch.Tensor | None:
-        """The sum of a parameter's gradients, not yet reduced, as the optimizer keeps it."""
         optimizer = self.module.optimizer
-        if hasattr(optimizer, "get_gradient_for_reduction"):
-            return optimizer.get_gradient_for_reduction(parameter)
-        return getattr(parameter, "_hp_grad", parameter.grad)  # BF16_Optimizer; stage 0
+        owned = {name: accumulated_gradient(optimizer, p) for name, p in shared.items() if self._split.owns(name)}
+        self._split.sum_tied(owned | self._replica_gradients.take())
+        reduce_accumulated(self.module, [p for _, p in self._named() if p.requires_grad], self.stage, self.mesh)
 
     def optimizer_step(self) -> StepOutcome:
         """One DeepSpeed step; ZeRO itself drops a gradient that is not finite, at stage 0 it is done here."""
@@ -312,10 +277,7 @@ class DeepSpeedEngine:
         for name, parameter in self._named():
             if not parameter.requires_grad:
                 continue
-            if hasattr(parameter, "_hp_mapping"):
-                grad = parameter.get_full_hp_grad()
-            else:
-                grad = deepspeed.utils.safe_get_full_grad(parameter)
+            grad = full_gradient(parameter)
             if grad is not None:
                 yield name, grad.detach().float().cpu().view(self._shapes[name]) / scale
 
@@ -332,9 +294,7 @@ class DeepSpeedEngine:
                 "set zero.stage to 1, or precision.dtype to bf16",
             )
         if self.stage in (1, 2):
-            # DeepSpeed looks states up once, after its first group's first step, when its other groups have none yet.
-            self.module.optimizer._hp_optimizer_states_linked = False
-            self.module.optimizer._lazy_init_hp_params_optimizer_state()
+            link_states(self.module.optimizer)
         owned = self._owned()
         return {
             name: state_handles(self.module, parameter, owned[name].numel)
@@ -373,49 +333,9 @@ class DeepSpeedEngine:
         return self._split.shared(dict(self._model.named_parameters()))
 
     def facts(self) -> EngineFacts:
-        """Measures DeepSpeed's engine, its optimizer's flat buffers, and the swap files."""
-        named = dict(self._model.named_parameters())
-        parameters, tp_size = list(named.values()), self.module.mp_world_size // self.mesh.grid.pp_size
-        masters = self._masters()
-        states = state_tensors(self.module.basic_optimizer)
-        nvme_bytes = sum(swap.bytes() for swap in self._swaps)
-        if self.stage == 3:
-            shards = [p.ds_tensor for _, p in self._named()]
-            on_nvme = any(getattr(s, "final_location", None) == "nvme" for s in shards)
-            param_device = "nvme" if on_nvme else devices(shards)
-        else:
-            shards, param_device = parameters, devices(parameters)
-        autocast = self.module.torch_autocast_dtype() if self.module.torch_autocast_enabled() else None
-        return EngineFacts(
-            engine=type(self.module).__name__,
-            optimizer=type(self.module.basic_optimizer).__name__,
-            stage=self.module.zero_optimization_stage(),
-            group_size=dist.get_world_size(self.module.data_parallel_group),
-            param_device=param_device,
-            optimizer_device="nvme" if self._optimizer_on_nvme() else devices(masters),
-            param_bytes=storage_bytes(shards),
-            optimizer_bytes=storage_bytes([*masters, *states])
-            if self.module.optimizer is not self.module.basic_optimizer
-            else storage_bytes(states),
-            nvme_bytes=nvme_bytes,
-            compute_dtype=DTYPE_NAMES[autocast or parameters[0].dtype],
-            settings={
-                "parallel.tp": min(tp_size, tensor_ranks(self._split, named.items())),
-                "parallel.pp": pipeline_ranks(self._split, named),
-            },
-        )
-
-    def _masters(self) -> list[torch.Tensor]:
-        """What the optimizer updates; at stage 3 its groups hold one sub-group at a time."""
-        if self.stage == 3:
-            return self.module.optimizer.fp32_partitioned_groups_flat
-        return grouped_parameters(self.module.basic_optimizer)
-
-    def _optimizer_on_nvme(self) -> bool:
-        optimizer = self.module.optimizer
-        if not getattr(optimizer, "swap_optimizer", False):
-            return False
-        return any(optimizer._swappable_optimizer_subgroup(i) for i in range(len(optimizer.fp16_groups)))
+        """Measures what DeepSpeed has set up, and the swap files."""
+        named, nvme_bytes = dict(self._model.named_parameters()), sum(swap.bytes() for swap in self._swaps)
+        return measure(self.module, named, self._split, self.mesh, nvme_bytes)
 
     def close(self) -> None:
         """Removes DeepSpeed's hooks and this rank's swap files."""

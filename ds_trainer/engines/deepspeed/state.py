@@ -9,6 +9,15 @@ import deepspeed
 import torch
 from torch import nn
 
+from ds_trainer.engines.deepspeed.internals import (
+    flat_partition,
+    flat_sub_group,
+    fragment,
+    in_flat_group,
+    is_partitioned,
+    read_shard,
+    write_shard,
+)
 from ds_trainer.engines.deepspeed.zero3_load import partition_bounds
 from ds_trainer.engines.state_handles import MASTER, StateTensor, entry, live
 from ds_trainer.layout import ParameterSlice
@@ -35,10 +44,11 @@ def owned_slices(
             continue
         if stage == 3:
             start, stop = partition_bounds(parameter)
-        elif hasattr(parameter, "_hp_mapping"):
-            if parameter._hp_mapping is None:
+        elif in_flat_group(parameter):
+            mapping = fragment(parameter)
+            if mapping is None:
                 continue
-            address = parameter._hp_mapping.lp_fragment_address
+            address = mapping.lp_fragment_address
             start, stop = address.start, address.start + address.numel
         else:
             start, stop = 0, parameter.numel()
@@ -58,16 +68,15 @@ def state_handles(engine: deepspeed.DeepSpeedEngine, parameter: Any, numel: int)
         numel: Elements that this rank owns, padding left out.
     """
     states = engine.basic_optimizer.state
-    if hasattr(parameter, "ds_id"):
+    if is_partitioned(parameter):
         optimizer = engine.optimizer
-        group = optimizer.grad_position[optimizer.get_param_id(parameter)][0]
-        values = states.get(optimizer.fp32_partitioned_groups_flat[group], {})
+        values = states.get(flat_sub_group(optimizer, parameter), {})
         cut = [key for key, value in values.items() if torch.is_tensor(value) and value.dim()]
         handles = {MASTER: _swapped(optimizer, parameter, None, numel)}
         handles |= {key: _swapped(optimizer, parameter, key, numel) for key in cut}
-    elif hasattr(parameter, "_hp_mapping"):
-        mapping = parameter._hp_mapping
-        values = states.get(_flat_group(engine.optimizer, mapping.param_group_index), {})
+    elif in_flat_group(parameter):
+        mapping = fragment(parameter)
+        values = states.get(flat_partition(engine.optimizer, mapping.param_group_index), {})
         cut = mapping.get_optim_state_keys() if values else []
         handles = {MASTER: live(mapping.get_hp_fragment(), numel)}
         handles |= {key: live(mapping.get_hp_fragment(key), numel) for key in cut}
@@ -77,37 +86,16 @@ def state_handles(engine: deepspeed.DeepSpeedEngine, parameter: Any, numel: int)
     return handles | {key: entry(values, key, numel) for key in values if key not in cut}
 
 
-def _flat_group(optimizer: Any, index: int) -> torch.Tensor:
-    """The flat fp32 partition of a parameter group, which the optimizer updates (stages 1 and 2)."""
-    name = "fp32_groups_flat_partition"  # of BF16_Optimizer
-    return getattr(optimizer, name if hasattr(optimizer, name) else "single_partition_of_fp32_groups")[index]
-
-
 def _swapped(optimizer: Any, parameter: Any, key: str | None, numel: int) -> StateTensor:
     """A handle that goes through stage 3's sub-groups, which are swapped in where they are not in memory."""
 
     def read() -> torch.Tensor:
-        # The buffer that it lies in is filled anew by the next read.
-        return optimizer.get_local_fp32_param(parameter, key).detach().flatten()[:numel].clone()
+        return read_shard(optimizer, parameter, key)[:numel].clone()
 
     def write(value: torch.Tensor) -> None:
-        _write_partition(optimizer, parameter, key, value)
+        write_shard(optimizer, parameter, key, value)
 
     return StateTensor((numel,), torch.float32, read, write)
-
-
-def _write_partition(optimizer: Any, parameter: Any, key: str | None, value: torch.Tensor) -> None:
-    """Overwrites this rank's part of a master (no key) or an optimizer state at stage 3; its padding becomes 0.
-
-    What DeepSpeed's `set_local_hp_param` does, which fails for parameters that lie on NVMe: it holds the value against
-    a tensor that is empty then.
-    """
-    partition, group = optimizer._get_fp32_opt_state_partition(
-        parameter, release_swap_buffers=False, optim_state_key=key
-    )
-    partition.data.copy_(nn.functional.pad(value.flatten(), (0, partition.numel() - value.numel())))
-    if optimizer._swappable_optimizer_subgroup(group):
-        optimizer._optimizer_states_and_gradient_swap_out(group)
 
 
 def catch_up_cpu_adam(optimizer: Any) -> None:
@@ -145,7 +133,7 @@ def load_wide_masters(
         if name not in slices or weights.stored_dtype(name).itemsize <= parameter.dtype.itemsize:
             continue
         value = weights.read(name, torch.float32, slices[name].flat)
-        if hasattr(parameter, "ds_id"):
-            _write_partition(engine.optimizer, parameter, None, value)
+        if is_partitioned(parameter):
+            write_shard(engine.optimizer, parameter, None, value)
         else:
-            parameter._hp_mapping.get_hp_fragment().data.copy_(value)
+            fragment(parameter).get_hp_fragment().data.copy_(value)

@@ -9,23 +9,15 @@ from __future__ import annotations
 
 from typing import Any
 
-import deepspeed
 import torch
 from torch import nn
 
 from ds_trainer.distributed.process_groups import Mesh
+from ds_trainer.engines.deepspeed.internals import Partitioner
 from ds_trainer.engines.deepspeed.mpu import ModelParallelUnit
 from ds_trainer.layout import even_flat_range
 from ds_trainer.models.load_weights import fill_buffers, set_value
 from ds_trainer.models.weight_source import WeightSource
-
-
-class _OwnSlices(deepspeed.zero.Init):
-    """DeepSpeed's partitioning without the broadcast of whole tensors from rank 0."""
-
-    def _zero_init_param(self, param: Any) -> None:
-        self._convert_to_deepspeed_param(param)
-        param.partition()
 
 
 def load_partitioned(
@@ -44,7 +36,9 @@ def load_partitioned(
     """
     fill_buffers(model, weights, mesh.device)
     # Its format follows from the JSON: DeepSpeed 0.19 on CPU takes an explicit `dtype` of fp32 for bf16.
-    partitioner = _OwnSlices(config_dict_or_path=native, data_parallel_group=mesh.dp_group, mpu=ModelParallelUnit(mesh))
+    partitioner = Partitioner(
+        config_dict_or_path=native, data_parallel_group=mesh.dp_group, mpu=ModelParallelUnit(mesh)
+    )
     # ZeRO++ keeps a second copy per node, cut from the whole tensor.
     whole = native["zero_optimization"].get("zero_hpz_partition_size", 1) > 1
     # Nothing but shards is made in the loop: tensors made and freed between them leave holes in glibc's heap that no
@@ -58,7 +52,7 @@ def load_partitioned(
         if stop > start:
             value.view(-1)[start:stop] = weights.view(name, (start, stop))
         set_value(parameter, value)
-        partitioner._convert_to_zero_parameters([parameter])
+        partitioner.partition(parameter)
 
 
 def partition_bounds(parameter: Any) -> tuple[int, int]:

@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 from ds_trainer.parallel.deferred_weight_grads import gradient_or_defer, is_deferring
 from ds_trainer.parallel.tensor.collectives import Started, start_all_gather, start_all_reduce, start_reduce_scatter
 from ds_trainer.parallel.tensor.replicated_shards import ReplicatedShards
+from ds_trainer.torch_internals import in_backward
 
 
 class ColumnLayer(Protocol):
@@ -68,13 +69,13 @@ class ColumnGroup:
     def output(self, member: ColumnLayer, x: torch.Tensor) -> torch.Tensor:
         """A member's output for a tensor, see `column_outputs`."""
         if member not in self._outputs:
-            if not _in_backward():
+            if not in_backward():
                 self._let_go()
             if member.column_group is not self:
                 return member.column_group.output(member, x)
             outputs = column_outputs(x, self.members, self._group, self.keep_gathered_input)
             self._input, self._outputs = x, dict(zip(self.members, outputs, strict=True))
-            self._kept_in_backward = _in_backward()
+            self._kept_in_backward = in_backward()
         output = self._outputs.pop(member)
         if x is not self._input:
             self._leaving.add(member)
@@ -91,10 +92,6 @@ class ColumnGroup:
             self.members.remove(member)
             ColumnGroup([member], self._group).keep_gathered_input = self.keep_gathered_input
         self._leaving.clear()
-
-
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
 
 
 def column_outputs(

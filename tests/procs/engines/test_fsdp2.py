@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ds_trainer.callbacks.base import Callback
-from ds_trainer.engines.introspect import local_part
+from ds_trainer.engines.introspect import local_shard
 from ds_trainer.errors import ConfigError, EngineError
 from tests.helpers.failing import due, run_ranks
 from tests.helpers.runs import D8, largest_difference, make_trainer, weights
@@ -19,7 +19,7 @@ from tests.helpers.tiny import oracle, samples, tiny_llama
 
 def held(module):
     """Which share of its matrix a module has here."""
-    return local_part(module.weight).numel() / module.weight.numel()
+    return local_shard(module.weight).numel() / module.weight.numel()
 
 
 @pytest.mark.case("D4", "I13")
@@ -39,7 +39,7 @@ def train_tied(out):
 
     def look(*_):
         head, embedding = model.lm_head.weight, model.model.embed_tokens.weight
-        tied.append(head is embedding and local_part(head).data_ptr() == local_part(embedding).data_ptr())
+        tied.append(head is embedding and local_shard(head).data_ptr() == local_shard(embedding).data_ptr())
 
     look()
     handle = model.model.norm.register_forward_hook(look)
@@ -201,7 +201,7 @@ def start_apart(out):
     def load_apart(engine, model, weights, split):
         load(engine, model, weights, split)
         if engine.mesh.grid.rank >= 2:
-            local_part(model.model.norm.weight).add_(1.0)
+            local_shard(model.model.norm.weight).add_(1.0)
 
     FSDP2Engine.load = load_apart  # Of this process, which ends with the test.
     with pytest.raises(EngineError) as caught:

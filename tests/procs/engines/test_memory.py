@@ -12,7 +12,7 @@ import torch
 
 from ds_trainer.callbacks.base import Callback
 from ds_trainer.config.memory_needs import memory_row
-from ds_trainer.engines.introspect import local_part, storage_bytes
+from ds_trainer.engines.introspect import local_shard, storage_bytes
 from tests.helpers.runs import make_trainer
 from tests.helpers.tiny import samples, tiny_llama
 
@@ -87,7 +87,7 @@ def live_tensors() -> list[torch.Tensor]:
     gc.collect()
     # type(): isinstance would wake lazily imported modules.
     found = [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor) and o.device.type != "meta"]
-    return list(map(local_part, [*found, *(t.grad for t in found if t.is_leaf and t.grad is not None)]))
+    return list(map(local_shard, [*found, *(t.grad for t in found if t.is_leaf and t.grad is not None)]))
 
 
 def measure(out: Path, precision: dict, layouts: list[str], accumulation: int, tp: int = 1) -> tuple[dict, dict]:
