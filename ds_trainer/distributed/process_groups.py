@@ -34,7 +34,7 @@ _hosts: WeakKeyDictionary[dist.ProcessGroup, tuple[dist.ProcessGroup, Monitor]] 
 
 @dataclass(frozen=True)
 class Mesh:
-    """This rank's place in the world, its device and its process groups.
+    """This rank's coordinates in the world, its device and its process groups.
 
     Groups named `host` use gloo, for numbers and objects on the host: they wait for no GPU, and their collectives
     cannot be mixed up with the engine's.

@@ -17,7 +17,7 @@ def seed_rank(seed: int, grid: Grid) -> None:
 
     Args:
         seed: The run's seed.
-        grid: This rank's place.
+        grid: This rank's coordinates.
     """
     rank = grid.pp_rank * grid.dp_size + grid.dp_rank
     random.seed(seed + rank)

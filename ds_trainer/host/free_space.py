@@ -1,4 +1,4 @@
-"""How much disk is free, and what to say where it is too little."""
+"""Free disk space, and the text of an error where it is too little."""
 
 from __future__ import annotations
 
@@ -20,5 +20,5 @@ def space_fault(folder: Path, needed_bytes: float) -> str | None:
 
 
 def size_text(size_bytes: float) -> str:
-    """`1.5 GB`, or `20.0 MB` where that would say little."""
+    """`1.5 GB`; below 50 MB `20.0 MB`."""
     return f"{size_bytes / 1e9:.1f} GB" if size_bytes >= 5e7 else f"{size_bytes / 1e6:.1f} MB"

@@ -81,7 +81,7 @@ class SwapFolder:
             raise MachineError(
                 f"{self.path} exists already",
                 "each rank of each run has its own swap folder",
-                f"wait for the run that owns it to end, or remove it if that run is gone: rm -r {self.path}",
+                f"wait for the run that owns it to end, or remove it if that run has ended: rm -r {self.path}",
             ) from None
         (self.path / _OWNER).write_text(json.dumps(asdict(Owner.this_process())))
         self._pid = os.getpid()
