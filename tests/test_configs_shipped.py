@@ -9,6 +9,7 @@ from ds_trainer.config.backend import backend
 from ds_trainer.config.deepspeed.arguments import to_deepspeed
 from tests.helpers.deepspeed_reads import accept
 from tests.helpers.shipped_configs import FOLDER, SHIPPED, TABLE, resolved
+from tests.helpers.table import table
 
 
 def test_the_readme_lists_every_config_and_no_other():
@@ -19,13 +20,13 @@ def test_the_shipped_schema_is_the_one_of_the_code():
     assert json.loads((FOLDER / "schema.json").read_text()) == json_schema()
 
 
-@pytest.mark.parametrize("name", SHIPPED)
+@table("name", SHIPPED)
 def test_a_shipped_config_names_the_schema_in_its_folder(name):
     raw = json.loads((FOLDER / name).read_text())
     assert (FOLDER / name).parent.joinpath(raw["$schema"]).resolve() == (FOLDER / "schema.json").resolve()
 
 
-@pytest.mark.parametrize("name", SHIPPED)
+@table("name", SHIPPED)
 def test_a_shipped_config_runs_on_the_ranks_that_the_readme_states(name):
     run = resolved(name)
     batch = run.config.batch
@@ -36,7 +37,7 @@ def test_a_shipped_config_runs_on_the_ranks_that_the_readme_states(name):
         assert accepted.train_batch_size == batch.global_size
 
 
-@pytest.mark.parametrize("name", [name for name in SHIPPED if "ddp" not in name and "fsdp2" not in name])
+@table("name", [name for name in SHIPPED if "ddp" not in name and "fsdp2" not in name])
 def test_a_shipped_config_is_refused_on_ranks_that_do_not_divide_its_batch(name):
     with pytest.raises(AssertionError, match="train_batch_size"):
         accept(to_deepspeed(resolved(name)), 7)

@@ -23,6 +23,7 @@ from ds_trainer.metrics import read_metrics
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.launch import chats, run_folder, write_json, write_jsonl
 from tests.helpers.runs import D8, make_trainer
+from tests.helpers.table import table
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -344,8 +345,8 @@ def test_hf_trainer_says_what_transformers_does_not_run_on_a_cpu(world, config, 
     assert code == 2 and change in text and "Traceback" not in text
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
-@pytest.mark.parametrize("name", sorted(str(path.relative_to(EXAMPLES)) for path in EXAMPLES.rglob("*.json")))
+@table("ranks", [1, 2, 4, 8])
+@table("name", sorted(str(path.relative_to(EXAMPLES)) for path in EXAMPLES.rglob("*.json")))
 def test_a_default_config_runs_on_any_usual_number_of_ranks(name, ranks):
     config, origins = load_config(EXAMPLES / name)
     batch = resolve(config, origins, Machine(ranks, "cuda", ("fp32", "bf16"), "a GPU")).config.batch

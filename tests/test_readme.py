@@ -27,6 +27,7 @@ from ds_trainer.config.resolved import Machine
 from ds_trainer.errors import ConfigError
 from ds_trainer.metrics import StepMetrics, read_metrics
 from ds_trainer.planning.memory import bytes_per_parameter, ddp_bytes_per_parameter, fsdp2_bytes_per_parameter
+from tests.helpers.table import table
 
 ROOT = Path(__file__).parents[1]
 PAGES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in (ROOT / "README.md", *ROOT.glob("docs/*.md"))}
@@ -156,7 +157,7 @@ def trains(arguments: list[str], monkeypatch) -> bool:
     return bool(config.model.path)
 
 
-@pytest.mark.parametrize("text", [text for text in of_all_pages("json") if text not in of("json", ARCHITECTURE)])
+@table("text", [text for text in of_all_pages("json") if text not in of("json", ARCHITECTURE)])
 def test_every_json_is_a_config(text):
     load_config(json.loads(text))
 
@@ -314,7 +315,7 @@ def test_the_lower_bounds_are_those_of_the_package():
     assert stated and set(stated) <= set(required)
 
 
-@pytest.mark.parametrize("page", PAGES)
+@table("page", PAGES)
 def test_every_link_leads_somewhere(page):
     links = [link for link in re.findall(r"\]\(([^)#]+)\)", PAGES[page]) if "://" not in link]
     assert [link for link in links if not (ROOT / page).parent.joinpath(link).exists()] == []

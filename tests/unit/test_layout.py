@@ -7,6 +7,7 @@ import torch
 
 from ds_trainer.layout import ParameterSlice, TensorSharding, even_flat_range, rows_covering
 from tests.helpers.shardings import SHARDINGS
+from tests.helpers.table import table
 
 
 def test_a_whole_tensor_is_one_slice():
@@ -21,8 +22,8 @@ def test_a_flat_range_keeps_the_shape_it_was_cut_from():
     assert (piece.shape, piece.flat, piece.numel) == ((3, 4), (5, 9), 4)
 
 
-@pytest.mark.parametrize("parts", [1, 2, 3, 5, 8])
-@pytest.mark.parametrize("numel", [0, 1, 7, 12])
+@table("parts", [1, 2, 3, 5, 8])
+@table("numel", [0, 1, 7, 12])
 def test_even_ranges_cover_every_element_once_and_in_order(numel, parts):
     ranges = [even_flat_range(numel, parts, index) for index in range(parts)]
     assert [i for start, stop in ranges for i in range(start, stop)] == list(range(numel))
@@ -47,7 +48,7 @@ def test_rows_that_hold_a_flat_range(shape, flat, rows):
     assert rows_covering(shape, *flat) == rows
 
 
-@pytest.mark.parametrize("sharding", SHARDINGS.values(), ids=SHARDINGS)
+@table("sharding", SHARDINGS.values(), ids=SHARDINGS)
 def test_every_rank_s_local_shape_is_the_same_and_its_ranges_fit(sharding):
     for ranges in sharding.ranges:
         held = sum(stop - start for start, stop in ranges)
@@ -56,7 +57,7 @@ def test_every_rank_s_local_shape_is_the_same_and_its_ranges_fit(sharding):
     assert covered == set(range(sharding.shape[sharding.dim]))
 
 
-@pytest.mark.parametrize("sharding", SHARDINGS.values(), ids=SHARDINGS)
+@table("sharding", SHARDINGS.values(), ids=SHARDINGS)
 def test_parts_are_the_boxes_of_the_full_tensor_that_a_flat_range_of_the_local_one_holds(sharding):
     full = torch.arange(1, prod(sharding.shape) + 1).view(sharding.shape)  # 0 is padding.
     numel = prod(sharding.local_shape)

@@ -7,6 +7,7 @@ import pytest
 from ds_trainer.config.io import load_config, merge_native, read_config
 from ds_trainer.config.schema import RunConfig
 from ds_trainer.errors import ConfigError, ConfigErrors
+from tests.helpers.table import table
 
 
 def write(folder, name, content):
@@ -125,7 +126,7 @@ def test_a_config_made_in_python_keeps_what_was_left_open():
 
 
 @pytest.mark.case("A6")
-@pytest.mark.parametrize(
+@table(
     "key, meant",
     [
         ("zero_optimisation", "zero"),
@@ -153,7 +154,7 @@ def test_an_unknown_key_in_a_section_is_refused_with_the_nearest(tmp_path):
     assert error.found == "zero.stge is no key in config" and "zero.stage" in error.change
 
 
-@pytest.mark.parametrize(
+@table(
     "raw, key, spelling",
     [
         ({"batch": {"micro_size": "8"}}, "batch.micro_size", "write 8, without quotes"),
@@ -219,7 +220,7 @@ BEYOND = {
 }
 
 
-@pytest.mark.parametrize("key, item", [(key, item) for key, items in BEYOND.items() for item in items])
+@table("key, item", [(key, item) for key, items in BEYOND.items() for item in items])
 def test_a_value_that_torch_or_deepspeed_would_choke_on_is_refused_naming_the_key(key, item):
     assert any(f"{key} is {json.dumps(item)}" in error.found for error in faults({}, f"{key}={json.dumps(item)}"))
 

@@ -15,6 +15,7 @@ from ds_trainer.config.resolved import Machine
 from ds_trainer.config.schema import RunConfig
 from ds_trainer.errors import ConfigErrors
 from ds_trainer.interop.torch.snippet import ddp_snippet, fsdp2_snippet
+from tests.helpers.table import table
 
 GPU = Machine(4, "cuda", ("fp32", "bf16", "fp16"), "Ampere")
 NVME = {"device": "nvme", "nvme_path": "/n", "buffer_count": 12}
@@ -196,19 +197,19 @@ def test_every_key_has_an_entry_with_a_note(engine):
     assert all(key_support(key, engine).note for key in leaf_fields())
 
 
-@pytest.mark.parametrize("column, key", MAPPED)
+@table("column, key", MAPPED)
 def test_a_mapped_key_changes_what_the_engine_gets(column, key):
     pairs = list(accepted(key, column))
     assert pairs and any(before != after for before, after in pairs)
 
 
-@pytest.mark.parametrize("column, key", IMPLIED)
+@table("column, key", IMPLIED)
 def test_an_implied_key_leaves_what_the_engine_gets_alone(column, key):
     pairs = list(accepted(key, column))
     assert pairs and all(before == after for before, after in pairs)
 
 
-@pytest.mark.parametrize("engine, key", [(e, k) for e in known_engines() for k in keys_that_are("refused", e)])
+@table("engine, key", [(e, k) for e in known_engines() for k in keys_that_are("refused", e)])
 def test_a_refused_key_stops_the_run_when_it_asks_for_something(engine, key):
     asking = [raw for _, raw in changes(key, engine) if flatten(raw).get(key) not in key_support(key, engine).already]
     for after in asking:
@@ -218,7 +219,7 @@ def test_a_refused_key_stops_the_run_when_it_asks_for_something(engine, key):
     assert asking
 
 
-@pytest.mark.parametrize("engine, key", [(e, k) for e in known_engines() for k in keys_that_are("no_effect", e)])
+@table("engine, key", [(e, k) for e in known_engines() for k in keys_that_are("no_effect", e)])
 def test_a_key_without_effect_is_warned_of(engine, key):
     _, after = next(changes(key, engine))
     assert any(f"{key} has no effect" in text for text in resolve(*load_config(after), GPU).warnings)

@@ -26,6 +26,7 @@ from ds_trainer.interop.torch.snippet import ddp_snippet, fsdp2_snippet
 from ds_trainer.planning.checkpoint_spec import read_spec
 from ds_trainer.planning.pp_schedules import NAMES
 from tests.helpers.deepspeed_reads import accept
+from tests.helpers.table import table
 
 GPUS = Machine(8, "cuda", ("fp32", "bf16", "fp16"), "Ampere")
 ZERO1 = {"zero": {"stage": 1}}
@@ -206,7 +207,7 @@ def test_ranks_that_are_no_whole_copies_are_refused_with_what_the_other_axis_lea
     assert f"parallel.pp is {pp} (config)" in error.found and error.change.endswith(change)
 
 
-@pytest.mark.parametrize(
+@table(
     ("parallel", "sections", "change"),
     [
         ({"schedule": "zbv"}, {}, "set parallel.pp or remove parallel.schedule"),
@@ -299,7 +300,7 @@ def test_a_batch_that_leaves_the_micro_size_open_is_cut_into_as_many_as_the_sche
 
 
 @pytest.mark.case("I9")
-@pytest.mark.parametrize(
+@table(
     ("name", "pp", "batch", "change"),
     [
         ("1f1b", 2, {"accumulation": 1}, "set batch.accumulation to 2 or more"),

@@ -8,6 +8,7 @@ from ds_trainer.config.resolve import resolve, total_steps
 from ds_trainer.config.resolved import Machine
 from ds_trainer.errors import ConfigError, ConfigErrors
 from ds_trainer.planning.checkpoint_spec import ModelSpec
+from tests.helpers.table import table
 
 CPU = Machine(2, "cpu", ("fp32",), "no bf16 here")
 GPU = Machine(8, "cuda", ("fp32", "bf16", "fp16"), "Ampere")
@@ -18,7 +19,7 @@ def resolved(raw, machine=CPU, overrides=(), **model):
 
 
 @pytest.mark.case("A3")
-@pytest.mark.parametrize(
+@table(
     "given, ranks, solved",
     [
         ({"micro_size": 4, "accumulation": 8}, 2, (64, 4, 8)),

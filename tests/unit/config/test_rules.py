@@ -6,6 +6,7 @@ from ds_trainer.config.io import load_config
 from ds_trainer.config.resolve import resolve
 from ds_trainer.config.resolved import Machine
 from ds_trainer.errors import ConfigErrors
+from tests.helpers.table import table
 
 CPU = Machine(2, "cpu", ("fp32",), "no bf16")
 GPU = Machine(8, "cuda", ("fp32", "bf16", "fp16"), "Ampere")
@@ -96,7 +97,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("raw, change", REFUSED.values(), ids=list(REFUSED))
+@table("raw, change", REFUSED.values(), ids=list(REFUSED))
 def test_a_combination_that_cannot_run_as_asked_is_refused(raw, change):
     with pytest.raises(ConfigErrors) as caught:
         load_config(raw)

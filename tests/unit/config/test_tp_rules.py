@@ -26,6 +26,7 @@ from ds_trainer.planning.tp_divisibility import Unit, tp_size_problem, working_s
 from ds_trainer.planning.tp_plan import plan_for
 from ds_trainer.planning.tp_shards import TensorShards
 from tests.helpers.deepspeed_reads import accept
+from tests.helpers.table import table
 
 GPUS = Machine(8, "cuda", ("fp32", "bf16", "fp16"), "Ampere")
 
@@ -126,7 +127,7 @@ def test_ranks_that_are_no_whole_copies_are_refused_with_the_sizes_alone():
     assert error.change == "set parallel.tp to one of 1, 2, 4, 8, or start a multiple of 3 ranks"
 
 
-@pytest.mark.parametrize(
+@table(
     ("parallel", "sections", "change"),
     [
         ({"sequence_parallel": True}, {}, "set parallel.tp or remove parallel.sequence_parallel"),

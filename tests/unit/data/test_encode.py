@@ -5,6 +5,7 @@ import pytest
 from ds_trainer.data.encode import encode
 from ds_trainer.errors import DataError
 from ds_trainer.loss import IGNORE_INDEX
+from tests.helpers.table import table
 from tests.helpers.tokenizers import MARKED_TEMPLATE, make_tokenizer
 
 USER, ASSISTANT, SYSTEM = "user", "assistant", "system"
@@ -63,8 +64,8 @@ def test_no_token_holds_text_of_both_prompt_and_completion(prompt, completion):
 
 
 @pytest.mark.case("J2")
-@pytest.mark.parametrize("template", [None, MARKED_TEMPLATE], ids=["unmarked", "marked"])
-@pytest.mark.parametrize(
+@table("template", [None, MARKED_TEMPLATE], ids=["unmarked", "marked"])
+@table(
     ("conversation", "expected"),
     [
         (turns((USER, "no"), (ASSISTANT, "yes")), ["yes<|end|>"]),
@@ -128,7 +129,7 @@ def test_a_record_without_content_becomes_no_tokens(record):
     assert encode(record, make_tokenizer(), None, "here").input_ids == []
 
 
-@pytest.mark.parametrize(
+@table(
     ("record", "found"),
     [
         ({"question": "a"}, "the record has the keys ['question']"),

@@ -10,6 +10,7 @@ from ds_trainer.engines.introspect import tensor_ranks
 from ds_trainer.errors import EngineError
 from ds_trainer.layout import TensorSharding
 from ds_trainer.parallel.model_split import ModelSplit
+from tests.helpers.table import table
 
 # Query heads 0-3 of width 2 and their only KV head, packed in 10 rows: each of 2 ranks has two query heads, both have
 # the KV head.
@@ -36,8 +37,8 @@ def local(sharding: TensorSharding, rank: int, full: torch.Tensor) -> torch.Tens
 
 
 @pytest.mark.case("G6", "I1")
-@pytest.mark.parametrize("name", SHARDINGS)
-@pytest.mark.parametrize("shards", [1, 2, 3])
+@table("name", SHARDINGS)
+@table("shards", [1, 2, 3])
 def test_each_element_counts_on_one_rank(name, shards):
     sharding = SHARDINGS[name]
     full = torch.arange(1.0, 1 + torch.Size(sharding.shape).numel()).view(sharding.shape)

@@ -11,6 +11,7 @@ import pytest
 
 from ds_trainer.health import stacks
 from ds_trainer.health.expected_wait import expected_wait, in_expected_wait
+from tests.helpers.table import table
 
 
 @pytest.fixture
@@ -75,7 +76,7 @@ def frame_in(filename):
     return scope["f"]()
 
 
-@pytest.mark.parametrize(
+@table(
     "filename, waits",
     [
         ("/lib/torch/distributed/distributed_c10d.py", True),

@@ -6,6 +6,7 @@ from ds_trainer.errors import MachineError
 from ds_trainer.launch.environment import check_local_rank, grid_from_environment, read_launch
 from ds_trainer.launch.rank_grid import Grid
 from ds_trainer.launch.slurm import first_host, started_by_srun
+from tests.helpers.table import table
 
 TORCH = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
 OPENMPI = {
@@ -50,7 +51,7 @@ def without(environ, *names):
 
 
 @pytest.mark.case("F11")
-@pytest.mark.parametrize(
+@table(
     ("environ", "grid"),
     {
         "a plain process": ({}, Grid()),
@@ -154,7 +155,7 @@ ACCELERATE_CPU = {"ACCELERATE_MIXED_PRECISION": "no", "MASTER_ADDR": "127.0.0.1"
 
 
 @pytest.mark.case("F11")
-@pytest.mark.parametrize(
+@table(
     ("environ", "text"),
     {
         "rank beyond the world": (TORCH | {"RANK": "8"}, "WORLD_SIZE=8 RANK=8"),

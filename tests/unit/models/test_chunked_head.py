@@ -12,6 +12,7 @@ from ds_trainer.loss import CausalLMLoss, ChunkedCausalLMLoss, CrossEntropy, wit
 from ds_trainer.models.chunked_cross_entropy import chunk_cross_entropy
 from tests.helpers.checkpoints import VOCAB, make_model
 from tests.helpers.runs import D8, collate
+from tests.helpers.table import table
 
 CHUNK = 7
 
@@ -65,8 +66,8 @@ def chunked(model, smoothing=0.0):
     return twin
 
 
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-@pytest.mark.parametrize("kind", MODELS)
+@table("smoothing", [0.0, 0.1])
+@table("kind", MODELS)
 def test_loss_and_every_gradient_are_those_of_whole_logits(kind, smoothing):
     batch = collate(D8)
     expected, whole_rows, gradients = run(MODELS[kind]().train(), CausalLMLoss(CrossEntropy(smoothing)), batch)

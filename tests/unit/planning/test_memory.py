@@ -3,9 +3,10 @@
 import pytest
 
 from ds_trainer.planning.memory import bytes_per_parameter, ddp_bytes_per_parameter, fsdp2_bytes_per_parameter
+from tests.helpers.table import table
 
 
-@pytest.mark.parametrize(
+@table(
     ("stage", "dtype", "grad_dtype", "ranks", "after_backward", "after_step"),
     [
         (0, "fp32", "fp32", 2, 16, 12),
@@ -35,7 +36,7 @@ def test_the_table_says_what_was_measured_without_offload(stage, dtype, grad_dty
     assert (row.host, row.nvme) == (0, 0)
 
 
-@pytest.mark.parametrize(
+@table(
     ("stage", "dtype", "grad_dtype", "ranks", "accumulation", "after_backward", "after_step"),
     [
         (1, "fp32", "fp32", 2, 2, 14, 14),

@@ -8,6 +8,7 @@ from matplotlib.colors import to_hex
 from ds_trainer.planning.pp_drawing import as_text, plot_timeline, timeline_figure, title
 from ds_trainer.planning.pp_schedules import NAMES, Kind, default_virtual_stages, make_schedule
 from ds_trainer.planning.pp_timeline import Timeline, simulate
+from tests.helpers.table import table
 
 
 def timeline(name: str, ranks: int, microbatches: int, **times) -> Timeline:
@@ -25,8 +26,8 @@ def test_a_row_has_the_passes_of_a_rank_in_time():
     ]
 
 
-@pytest.mark.parametrize("width", [80, 100, 120])
-@pytest.mark.parametrize("name", NAMES)
+@table("width", [80, 100, 120])
+@table("name", NAMES)
 def test_text_fits_the_width(name, width):
     for ranks, microbatches in ((2, 4), (4, 8), (8, 32), (12, 100)):
         rows = as_text(timeline(name, ranks, 2 * microbatches // ranks * ranks), width).splitlines()

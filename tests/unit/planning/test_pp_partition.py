@@ -7,6 +7,7 @@ import pytest
 
 from ds_trainer.planning.pp_costs import FACTS, Costs, ModelParts
 from ds_trainer.planning.pp_partition import partition, split_of
+from tests.helpers.table import table
 
 LLAMA = {"vocab_size": 50, "hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 2}
 
@@ -89,7 +90,7 @@ def test_headers_and_the_built_model_cost_the_same(tmp_path, kind):
     assert whole.first + sum(whole.layers) + whole.last == sum(p.numel() for p in model.parameters())
 
 
-@pytest.mark.parametrize("seed", range(40))
+@table("seed", range(40))
 def test_no_other_cut_has_a_faster_slowest_stage_nor_of_these_more_even_ones(seed):
     draw = random.Random(seed)
     num_layers = draw.randint(2, 9)

@@ -4,6 +4,7 @@ import pytest
 
 from ds_trainer.planning.checkpoint_spec import families
 from ds_trainer.planning.pp_plan import StagePlan, pp_unsupported_reason, stage_plan
+from tests.helpers.table import table
 
 PLANS = {name: plan for name in families() if (plan := stage_plan(name)) is not None}
 
@@ -32,7 +33,7 @@ def test_plans_reach_most_model_types():
     assert len(PLANS) >= 170
 
 
-@pytest.mark.parametrize("model_type", PLANS)
+@table("model_type", PLANS)
 def test_no_module_is_both_before_and_after_the_layers_or_holds_them(model_type):
     plan = PLANS[model_type]
     names = [plan.layers, *plan.first, *plan.last]

@@ -23,6 +23,7 @@ from ds_trainer.planning.pp_schedules import (
     splits_backward,
     stages_of,
 )
+from tests.helpers.table import table
 
 IN_TORCH = {
     "gpipe": torch_schedules.ScheduleGPipe,
@@ -87,16 +88,16 @@ def test_the_names_are_those_of_the_config():
     assert get_args(Schedule) == NAMES
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
-@pytest.mark.parametrize("name", ONE_STAGE)
+@table("ranks", [2, 3, 4, 8])
+@table("name", ONE_STAGE)
 def test_with_one_stage_on_a_rank_the_passes_are_those_torch_makes(name, ranks):
     for microbatches in (ranks, ranks + 1, 2 * ranks, 4 * ranks + 1):
         ours = texts(make_schedule(name, ranks, 1, microbatches))
         assert ours == [as_torch_runs(name, ranks, rank, microbatches) for rank in range(ranks)]
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
-@pytest.mark.parametrize("name", SEVERAL_STAGES)
+@table("ranks", [2, 3, 4, 8])
+@table("name", SEVERAL_STAGES)
 def test_with_several_stages_on_a_rank_the_passes_are_those_of_torch(name, ranks):
     for virtual_stages in (2,) if name in V_SHAPED else (2, 3):
         for number in (1, ranks - 1, ranks, 2 * ranks - 1, 2 * ranks, 2 * ranks + 2, 4 * ranks + 1):
@@ -174,7 +175,7 @@ def test_an_evaluation_runs_forward_passes_of_any_number_of_micro_batches_where_
 
 
 @pytest.mark.case("I9")
-@pytest.mark.parametrize(
+@table(
     ("case", "change"),
     [
         (("gpipe", 4, 1, 3), "batch.accumulation to 4 or more"),

@@ -4,6 +4,7 @@ import pytest
 
 from ds_trainer.planning.pp_schedules import NAMES, Kind, default_virtual_stages, make_schedule, schedule_problem
 from ds_trainer.planning.pp_timeline import Timeline, simulate
+from tests.helpers.table import table
 
 
 def timeline(name: str, ranks: int, microbatches: int, **times) -> Timeline:
@@ -13,8 +14,8 @@ def timeline(name: str, ranks: int, microbatches: int, **times) -> Timeline:
 SIZES = [(2, 2), (2, 7), (3, 9), (4, 4), (4, 8), (4, 16), (8, 8), (8, 32)]
 
 
-@pytest.mark.parametrize(("ranks", "microbatches"), SIZES)
-@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+@table(("ranks", "microbatches"), SIZES)
+@table("name", ["gpipe", "1f1b"])
 def test_the_bubble_is_that_of_the_formula(name, ranks, microbatches):
     for times in ({}, {"forward": 3, "input": 1, "weight": 5}):
         found = timeline(name, ranks, microbatches, **times)
@@ -22,7 +23,7 @@ def test_the_bubble_is_that_of_the_formula(name, ranks, microbatches):
         assert found.length == pytest.approx((microbatches + ranks - 1) * (sum(times.values()) or 3))
 
 
-@pytest.mark.parametrize(("ranks", "microbatches"), [size for size in SIZES if size[1] % size[0] == 0])
+@table(("ranks", "microbatches"), [size for size in SIZES if size[1] % size[0] == 0])
 def test_stages_in_turn_divide_the_bubble(ranks, microbatches):
     for virtual_stages in (2, 3, 4):
         found = simulate(make_schedule("interleaved_1f1b", ranks, virtual_stages, microbatches))
@@ -30,8 +31,8 @@ def test_stages_in_turn_divide_the_bubble(ranks, microbatches):
         assert found.idle < timeline("1f1b", ranks, microbatches).idle
 
 
-@pytest.mark.parametrize("name", ["zbv", "dualpipev", "interleaved_zero_bubble"])
-@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+@table("name", ["zbv", "dualpipev", "interleaved_zero_bubble"])
+@table("ranks", [2, 3, 4, 8])
 def test_zero_bubble_schedules_leave_at_most_a_third_of_the_bubble(name, ranks):
     for microbatches in (2 * ranks, 3 * ranks, 8 * ranks):
         found = timeline(name, ranks, microbatches)
@@ -58,7 +59,7 @@ def test_with_equal_times_no_rank_of_zbv_is_idle_between_its_first_pass_and_its_
         assert all(before.end == after.start for before, after in zip(row, row[1:], strict=False))
 
 
-@pytest.mark.parametrize(("ranks", "microbatches"), SIZES)
+@table(("ranks", "microbatches"), SIZES)
 def test_as_many_micro_batches_are_in_flight_as_each_schedule_promises(ranks, microbatches):
     assert timeline("gpipe", ranks, microbatches).peak_in_flight == (microbatches,) * ranks
     assert timeline("1f1b", ranks, microbatches).peak_in_flight == tuple(

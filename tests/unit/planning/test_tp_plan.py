@@ -4,6 +4,7 @@ import pytest
 
 from ds_trainer.planning.checkpoint_spec import families
 from ds_trainer.planning.tp_plan import STYLE_NAMES, TensorPlan, plan_for
+from tests.helpers.table import table
 
 PLAN = TensorPlan(
     {"model.layers.*.mlp.up_proj": "colwise", "model.layers.*.mlp.experts": "moe_tp_experts", "lm_head": "replicate"},
@@ -11,7 +12,7 @@ PLAN = TensorPlan(
 )
 
 
-@pytest.mark.parametrize(
+@table(
     "name, style",
     [
         ("model.layers.0.mlp.up_proj", "rowwise"),

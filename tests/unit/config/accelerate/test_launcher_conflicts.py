@@ -7,6 +7,7 @@ from ds_trainer.config.io import load_config
 from ds_trainer.config.resolve import resolve
 from ds_trainer.config.resolved import Machine
 from ds_trainer.errors import ConfigError
+from tests.helpers.table import table
 
 BF16 = Machine(2, "cuda", ("fp32", "bf16"), "computes in bf16")
 PLAIN = {"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_DYNAMO_BACKEND": "NO", "ACCELERATE_USE_CPU": "False"}
@@ -82,7 +83,7 @@ CONTRADICTIONS = {
 
 
 @pytest.mark.case("A7")
-@pytest.mark.parametrize(("told", "key", "option"), CONTRADICTIONS.values(), ids=CONTRADICTIONS)
+@table(("told", "key", "option"), CONTRADICTIONS.values(), ids=CONTRADICTIONS)
 def test_what_differs_is_named_with_variable_key_and_option(told, key, option):
     (error,) = check(DEEPSPEED | told)
     assert isinstance(error, ConfigError)
@@ -177,7 +178,7 @@ FSDP_CONTRADICTIONS = {
 
 
 @pytest.mark.case("A7")
-@pytest.mark.parametrize(("name", "told", "key"), FSDP_CONTRADICTIONS.values(), ids=FSDP_CONTRADICTIONS)
+@table(("name", "told", "key"), FSDP_CONTRADICTIONS.values(), ids=FSDP_CONTRADICTIONS)
 def test_what_differs_from_fsdp2_is_named_with_variable_and_key(name, told, key):
     (error,) = check(FSDP2 | {name: told}, OPEN)
     assert f"{name}={told}" in error.found

@@ -7,6 +7,7 @@ from ds_trainer.config.resolve import resolve
 from ds_trainer.config.resolved import Machine
 from ds_trainer.config.torch.arguments import fsdp2_arguments
 from ds_trainer.errors import ConfigErrors
+from tests.helpers.table import table
 
 FSDP2 = {"parallel": {"engine": "fsdp2"}}
 GPUS = Machine(8, "cuda", ("fp32", "bf16", "fp16"), "Ampere")
@@ -63,7 +64,7 @@ def test_offload_is_zeros_two_offloads_together_and_pins_memory_with_a_gpu_only(
     assert not arguments().cpu_offload
 
 
-@pytest.mark.parametrize(
+@table(
     "sections, keys",
     [
         ({"zero": {"stage": 1}}, ["zero.stage to 2 or 3"]),

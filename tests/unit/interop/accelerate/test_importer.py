@@ -23,6 +23,7 @@ from tests.helpers.foreign_configs import (
     HF_ZERO3,
 )
 from tests.helpers.shipped_configs import WHOLE_MODELS, resolved
+from tests.helpers.table import table
 
 
 def imported(text, folder=Path()):
@@ -141,7 +142,7 @@ def test_a_deepspeed_file_rules_over_mixed_precision_no(tmp_path):
     assert flatten(found.tree)["precision.dtype"] == "bf16"
 
 
-@pytest.mark.parametrize(
+@table(
     "strategy, ours",
     [
         ("FULL_SHARD", {"parallel.engine": "fsdp2", "fsdp.reshard_after_forward": True}),
@@ -152,7 +153,7 @@ def test_a_deepspeed_file_rules_over_mixed_precision_no(tmp_path):
         ("HYBRID_SHARD_ZERO2", {"fsdp.reshard_after_forward": False, "parallel.dp_replicate": 4}),
     ],
 )
-@pytest.mark.parametrize("key", ["sharding_strategy", "reshard_after_forward"])
+@table("key", ["sharding_strategy", "reshard_after_forward"])
 def test_fsdp1s_strategies_have_fsdp2s_words(key, strategy, ours):
     native = fsdp(**{key: strategy, "offload_params": False, "backward_prefetch": "BACKWARD_PRE"})
     found = tree(native)
@@ -177,7 +178,7 @@ def test_what_an_fsdp_file_leaves_out_is_as_accelerate_has_it():
     assert found["fsdp.auto_wrap_policy"] == "no_wrap" and found["precision.grad_dtype"] == "bf16"
 
 
-@pytest.mark.parametrize(
+@table(
     "native, key, outcome, part",
     [
         (
@@ -252,7 +253,7 @@ def test_what_is_not_the_same_here_says_so(native, key, outcome, part):
     load_config(found.tree)
 
 
-@pytest.mark.parametrize(
+@table(
     "native, parts",
     [
         (fsdp(sharding_strategy="WHAT"), ["fsdp_config.fsdp_sharding_strategy is 'WHAT'", "SHARD_GRAD_OP"]),
@@ -331,7 +332,7 @@ NO_WORD = {
 """Key and value that the YAML says less exactly -> what it says."""
 
 
-@pytest.mark.parametrize("name", WHOLE_MODELS)
+@table("name", WHOLE_MODELS)
 def test_a_shipped_config_comes_back_from_accelerates_yaml(name):
     run = resolved(name)
     found = imported(yaml.safe_dump(to_accelerate_yaml(run)))

@@ -19,6 +19,7 @@ from ds_trainer.optim import lr_factor
 from tests.helpers.deepspeed_reads import accept
 from tests.helpers.foreign_configs import DEEPSPEED_FILES
 from tests.helpers.shipped_configs import WHOLE_MODELS, resolved
+from tests.helpers.table import table
 
 GPU = Machine(2, "cuda", ("fp32", "bf16", "fp16"), "a GPU")
 
@@ -93,7 +94,7 @@ def test_auto_is_left_open_and_names_the_key_to_set():
     assert tree(native)["zero.offload_param.device"] == "cpu" and tree(native)["zero.sub_group_size"] == 10**9
 
 
-@pytest.mark.parametrize(
+@table(
     "native, ours",
     [
         ({}, {"zero.stage": 0, "precision.dtype": "fp32", "optimizer.max_grad_norm": 1.0}),
@@ -161,7 +162,7 @@ def test_a_file_keeps_its_meaning_where_it_speaks_and_deepspeeds_where_it_is_sil
     load_config(imported(native).tree)
 
 
-@pytest.mark.parametrize(
+@table(
     "native, key, part",
     [
         ({"zero_optimization": {"stage": 3, "allgather_bucket_size": 5}}, "allgather_bucket_size", "at stage 3"),
@@ -303,7 +304,7 @@ def values(run, keys=MAPPED):
     return {key: value(run.config, key) for key in keys}
 
 
-@pytest.mark.parametrize("name", ON_DEEPSPEED)
+@table("name", ON_DEEPSPEED)
 def test_a_shipped_config_comes_back_from_deepspeeds_json(name):
     run = resolved(name)
     assert backend(run.config) == "deepspeed"
@@ -327,7 +328,7 @@ AUTO_TP = [
 ]
 
 
-@pytest.mark.parametrize("name, item, outcome, part", AUTO_TP)
+@table("name, item, outcome, part", AUTO_TP)
 def test_every_key_of_autotp_is_reported(name, item, outcome, part):
     native = {}
     assign(native, f"tensor_parallel.{name}", item)
@@ -355,7 +356,7 @@ OFFLOADS = [(0, "none"), *((stage, device) for stage in (1, 2, 3) for device in 
 RUNS = [(*offload, *formats) for offload in OFFLOADS for formats in FORMATS if (offload[0], formats[1]) != (0, "bf16")]
 
 
-@pytest.mark.parametrize("stage, device, dtype, grad_dtype", RUNS)
+@table("stage, device, dtype, grad_dtype", RUNS)
 def test_every_stage_format_and_offload_comes_back_from_deepspeeds_json(stage, device, dtype, grad_dtype):
     offload = {"device": device} | ({"nvme_path": "/n"} if device == "nvme" else {})
     zero = {"stage": stage, "offload_optimizer": offload} | ({"offload_param": offload} if stage == 3 else {})
@@ -366,8 +367,8 @@ def test_every_stage_format_and_offload_comes_back_from_deepspeeds_json(stage, d
     assert values(resolve_tree(imported(to_deepspeed(run)))) == values(run)
 
 
-@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
-@pytest.mark.parametrize("optimizer", ["adamw", "adam", "lion", "sgd"])
+@table("schedule", ["constant", "linear", "cosine"])
+@table("optimizer", ["adamw", "adam", "lion", "sgd"])
 def test_optimizer_and_schedule_come_back_from_a_standalone_json(schedule, optimizer):
     raw = {
         "optimizer": {"name": optimizer, "lr": 3e-4, "weight_decay": 0.25},
@@ -406,7 +407,7 @@ PIPELINE = [
 ]
 
 
-@pytest.mark.parametrize("name, item, outcome, part", PIPELINE)
+@table("name, item, outcome, part", PIPELINE)
 def test_every_key_of_deepspeeds_pipeline_is_reported(name, item, outcome, part):
     native = {"pipeline": {name: item}, "zero_optimization": {"stage": 1}}
     found = line(native, f"pipeline.{name}")

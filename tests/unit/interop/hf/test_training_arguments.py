@@ -28,6 +28,7 @@ from ds_trainer.interop.import_report import report
 from ds_trainer.optim import lr_factor
 from ds_trainer.trainer.inputs import config_of_arguments
 from tests.helpers.shipped_configs import FOLDER, MACHINES, TABLE, WHOLE_MODELS
+from tests.helpers.table import table
 
 CPU = Machine(2, "cpu", ("fp32",), "a CPU")
 GPU = Machine(2, "cuda", ("fp32", "bf16", "fp16"), "a GPU")
@@ -123,7 +124,7 @@ def other_than(name):
     return not default if default is None or isinstance(default, bool) else default + 1
 
 
-@pytest.mark.parametrize("name", TRAINING_ARGUMENTS)
+@table("name", TRAINING_ARGUMENTS)
 def test_a_field_that_is_not_at_its_default_has_one_line_that_is_no_default(name):
     found, _ = imported(**{name: other_than(name)})
     lines = [line for line in found.lines if line.key.partition(".")[0] == name and line.value is not None]
@@ -205,7 +206,7 @@ def test_hints_name_the_fields_that_a_caller_with_training_arguments_can_change(
     assert with_field_names(note) == "known with max_steps only: set eval_steps or data.pin_memory; see zero.stage."
 
 
-@pytest.mark.parametrize(
+@table(
     ("fields", "part"),
     [
         ({"bf16": True, "fp16": True}, "bf16 and fp16 are both true"),
@@ -287,7 +288,7 @@ def test_what_is_left_out_keeps_the_meaning_that_transformers_gives_it():
     load_config(found.tree)
 
 
-@pytest.mark.parametrize(
+@table(
     ("theirs", "ours"),
     [
         ({"max_steps": 10, "num_train_epochs": 7}, {"run.max_steps": 10, "run.epochs": None}),
@@ -382,7 +383,7 @@ def test_every_key_of_a_run_has_an_argument_or_a_reason():
         assert said or reason(key) in UNTRANSLATED
 
 
-@pytest.mark.parametrize("name", WHOLE_MODELS)
+@table("name", WHOLE_MODELS)
 def test_a_shipped_config_survives_the_way_there_and_back(arguments, name):
     ranks = int(next(row[1] for row in TABLE if row[0].startswith(f"[{name}]")))
     machine, on_gpus = MACHINES[Path(name).parent.name](ranks), []
@@ -430,7 +431,7 @@ SCHEDULES = [
 ]
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
+@table("schedule", SCHEDULES, ids=str)
 def test_the_learning_rate_is_ours_at_every_step(arguments, schedule):
     steps = 20
     there = run(schedule=schedule, run={"max_steps": steps}, optimizer={"lr": 0.5})

@@ -31,6 +31,7 @@ from ds_trainer.loss import CrossEntropy, shifted_labels
 from ds_trainer.models.chunked_cross_entropy import chunk_cross_entropy
 from ds_trainer.parallel.pipeline.cut import cut_model
 from ds_trainer.parallel.pipeline.stage_layers import StageLayers
+from tests.helpers.table import table
 from tests.helpers.tiny import tiny_llama
 
 VOCAB, LAYERS = 65, 4
@@ -134,8 +135,8 @@ LAYOUTS = {
 NAMES = ("tied llama", "sliding qwen2", "gemma3", "gpt2", "opt", "granite", "mixtral", "falcon_h1")
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@table("name", NAMES)
+@table("layout", LAYOUTS)
 def test_stages_give_loss_and_gradients_of_the_whole_model(name, layout):
     # Its grouped matrix product knows no float64.
     whole, tolerance = (make(name).float(), 1e-5) if name == "mixtral" else (make(name).double(), 1e-12)

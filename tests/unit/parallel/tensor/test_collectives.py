@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from ds_trainer.parallel.tensor import collectives as c
+from tests.helpers.table import table
 from tests.helpers.threads import Communication, on_threads
 
 B, T, H = 2, 5, 3
@@ -73,24 +74,24 @@ def test_the_last_dimension_is_cut_and_the_gradient_joined(size):
     torch.testing.assert_close(of_x, torch.cat(list(grad), -1).expand_as(of_x))
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("length", [1, 5, 12], ids=lambda length: f"T={length}")
+@table("size", SIZES)
+@table("length", [1, 5, 12], ids=lambda length: f"T={length}")
 def test_the_sequence_is_cut_and_the_gradient_joined(length, size):
     x, y, grad, of_x = run(size, c.scatter_sequence, (B, length, H))
     torch.testing.assert_close(y, torch.stack([shards(x[r], size)[r] for r in range(size)]))
     torch.testing.assert_close(of_x, joined(grad, length).expand_as(of_x))
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("length", [1, 5, 12], ids=lambda length: f"T={length}")
+@table("size", SIZES)
+@table("length", [1, 5, 12], ids=lambda length: f"T={length}")
 def test_the_sequence_is_joined_and_the_gradient_cut(length, size):
     x, y, grad, of_x = run(size, c.gather_sequence, (B, -(-length // size), H), length)
     torch.testing.assert_close(y, joined(x, length).expand_as(y))
     torch.testing.assert_close(of_x, torch.stack([shards(grad[r], size)[r] for r in range(size)]))
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("length", [1, 5, 12], ids=lambda length: f"T={length}")
+@table("size", SIZES)
+@table("length", [1, 5, 12], ids=lambda length: f"T={length}")
 def test_partial_sums_are_reduced_to_their_positions_and_the_gradient_joined(length, size):
     x, y, grad, of_x = run(size, c.reduce_scatter_sequence, (B, length, H))
     torch.testing.assert_close(y, shards(x.sum(0), size))

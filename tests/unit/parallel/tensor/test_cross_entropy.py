@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_trainer.parallel.tensor.cross_entropy import vocab_parallel_cross_entropy_sum
+from tests.helpers.table import table
 from tests.helpers.threads import Communication, on_threads
 
 B, T = 2, 7
@@ -41,11 +42,11 @@ def whole(logits, labels, smoothing):
 
 
 # 5 tokens on 4 ranks: the third has one token and a column of padding, the last nothing but padding.
-@pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.parametrize("vocabulary", [24, 29, 5])
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("masked", ["some", "all"])
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@table("size", [2, 3, 4])
+@table("vocabulary", [24, 29, 5])
+@table("dtype", TOLERANCE)
+@table("masked", ["some", "all"])
+@table("smoothing", [0.0, 0.1])
 @pytest.mark.case("I6")
 def test_the_sum_and_its_gradient_are_those_of_whole_logits(smoothing, masked, dtype, vocabulary, size):
     logits, labels = logits_and_labels(vocabulary, dtype, masked)

@@ -1,6 +1,5 @@
 """Column and row layers compute what the whole layer does, forward and backward, however the weight is cut."""
 
-import pytest
 import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
@@ -9,6 +8,7 @@ from ds_trainer.layout import TensorSharding
 from ds_trainer.parallel.tensor.collectives import gather_sequence, scatter_sequence
 from ds_trainer.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear, column_bias_sharding
 from ds_trainer.parallel.tensor.replicated_shards import ReplicatedShards
+from tests.helpers.table import table
 from tests.helpers.threads import Communication, fill, local_part, on_threads
 
 B, T, IN, D = 2, 5, 12, 24
@@ -62,10 +62,10 @@ def column_on_rank(group, dense, sharding, x, grads):
     return y.detach(), x.grad, layer.weight.grad, layer.bias.grad
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", SHARDINGS)
+@table("size", SIZES)
+@table("dtype", TOLERANCE)
+@table("kind", KINDS)
+@table("name", SHARDINGS)
 def test_a_column_layer_is_its_part_of_the_whole_layer(name, kind, dtype, size):
     dense = make_dense(kind, dtype=dtype)
     sharding = column_sharding(name, dense, size)
@@ -108,8 +108,8 @@ def gathered_output_on_rank(group, dense, sharding, x, grad):
     return y.detach(), x.grad, layer.weight.grad, layer.bias.grad
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("name", [*SHARDINGS, "padded"])
+@table("size", SIZES)
+@table("name", [*SHARDINGS, "padded"])
 def test_a_gathered_output_is_in_order_without_padding_and_counts_copies_once(name, size):
     dense = make_dense("linear", outputs=23 if name == "padded" else D)
     sharding = TensorSharding.padded((23, IN), size) if name == "padded" else column_sharding(name, dense, size)
@@ -141,11 +141,11 @@ def row_on_rank(group, dense, sharding, x, grad, mode):
     return y.shape[1], whole, x.grad, layer.weight.grad, layer.bias.grad
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("parts", [None, (8, 4)], ids=["even", "packed"])
-@pytest.mark.parametrize("mode", ["input is cut", "input is whole", "sequence parallel"])
+@table("size", SIZES)
+@table("dtype", TOLERANCE)
+@table("kind", KINDS)
+@table("parts", [None, (8, 4)], ids=["even", "packed"])
+@table("mode", ["input is cut", "input is whole", "sequence parallel"])
 def test_a_row_layer_is_the_whole_layer(mode, parts, kind, dtype, size):
     if parts is not None and size == 3:
         parts = (9, 3)
