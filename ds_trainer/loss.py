@@ -33,29 +33,29 @@ class LossFunction(Protocol):
         """What the model's forward is called with."""
 
     def loss_sum(self, outputs: Any, batch: Batch, step_tokens: int) -> torch.Tensor:
-        """Sum of the losses of this micro-batch's label tokens.
+        """Sum of the losses over this micro-batch's label tokens.
 
         Args:
             outputs: What the model returned.
             batch: The micro-batch.
-            step_tokens: Label tokens of the whole step, over all micro-batches and ranks.
+            step_tokens: Label tokens of the step, over all micro-batches and ranks.
         """
 
 
 def shifted_labels(labels_BT: torch.Tensor) -> torch.Tensor:
-    """Labels moved one position to the left, so that logits at t are held against the token at t + 1."""
+    """Labels moved one position to the left, so that logits at t are compared with the token at t + 1."""
     return F.pad(labels_BT[..., 1:], (0, 1), value=IGNORE_INDEX)
 
 
 class CrossEntropy:
-    """Cross entropy, computed in fp32 from the logits of the whole vocabulary.
+    """Cross entropy, computed in fp32 from the logits of the full vocabulary.
 
     Args:
         label_smoothing: Weight of the uniform distribution in the target (Szegedy et al. 2016, section 7).
     """
 
     forward_options: Mapping[str, Any] = {}
-    """What the model's forward is told, so that it returns the logits that `sum` takes."""
+    """Further arguments of the model's forward, so that it returns the logits that `sum` takes."""
 
     def __init__(self, label_smoothing: float = 0.0) -> None:
         self.label_smoothing = label_smoothing
@@ -86,11 +86,11 @@ class CausalLMLoss:
         self.cross_entropy = cross_entropy
 
     def num_tokens(self, batch: Batch) -> int:
-        """Labels other than -100, the first position left out: nothing predicts it."""
+        """Labels other than -100, without the first position, which nothing predicts."""
         return int((batch["labels"][..., 1:] != IGNORE_INDEX).sum())
 
     def inputs(self, batch: Batch) -> dict[str, Any]:
-        """Everything but the labels: the loss is ours."""
+        """Everything but the labels: the loss is computed here."""
         return {k: v for k, v in batch.items() if k != "labels"} | dict(self.cross_entropy.forward_options)
 
     def loss_sum(self, outputs: Any, batch: Batch, step_tokens: int) -> torch.Tensor:
@@ -99,7 +99,7 @@ class CausalLMLoss:
 
 
 class ChunkedCausalLMLoss(CausalLMLoss):
-    """The same, computed inside the model's forward, which `models.chunked_cross_entropy` has changed for it."""
+    """`CausalLMLoss`, computed inside the model's forward, which `models.chunked_cross_entropy` has changed for it."""
 
     def inputs(self, batch: Batch) -> dict[str, Any]:
         """Everything, the labels already shifted."""
@@ -112,14 +112,14 @@ class ChunkedCausalLMLoss(CausalLMLoss):
 
 
 def with_logits(loss: LossFunction) -> LossFunction:
-    """The same loss for a pass whose logits are wanted: they are then computed whole."""
+    """The same loss for a pass whose logits are needed in full."""
     if not isinstance(loss, CausalLMLoss):
         return loss
     return CausalLMLoss(CrossEntropy(loss.cross_entropy.label_smoothing))
 
 
 class ModelOwnLoss:
-    """The loss that a model's forward returns, taken as the mean over its labels other than -100.
+    """The loss that a model's forward returns, taken for the mean over its labels other than -100.
 
     That is what transformers' models return outside causal language modelling; the sum is the mean times the count.
     """
@@ -132,7 +132,7 @@ class ModelOwnLoss:
         return int((labels != IGNORE_INDEX).sum())
 
     def inputs(self, batch: Batch) -> dict[str, Any]:
-        """The whole batch, labels included."""
+        """All of the batch, labels included."""
         return dict(batch)
 
     def loss_sum(self, outputs: Any, batch: Batch, step_tokens: int) -> torch.Tensor:
@@ -145,7 +145,7 @@ class ModelOwnLoss:
 class UserLoss:
     """A user's `compute_loss_func(outputs, labels, num_items_in_batch=...)`, as in the Hugging Face Trainer.
 
-    It returns a sum of token losses divided by `num_items_in_batch`, the label tokens of the whole step over all ranks.
+    It returns a sum of token losses divided by `num_items_in_batch`, the label tokens of the step over all ranks.
 
     Args:
         function: The user's function.
@@ -157,7 +157,7 @@ class UserLoss:
         self.counts_like = counts_like
 
     def num_tokens(self, batch: Batch) -> int:
-        """Label tokens as the model kind counts them."""
+        """Label tokens as `counts_like` counts them."""
         return self.counts_like.num_tokens(batch)
 
     def inputs(self, batch: Batch) -> dict[str, Any]:

@@ -19,10 +19,10 @@ def make_optimizer(
     resolved: ResolvedConfig,
     given: torch.optim.Optimizer | None,
 ) -> torch.optim.Optimizer:
-    """The user's optimizer where there is one, else the config's.
+    """The user's optimizer if there is one, else the config's.
 
     Args:
-        named: Trainable parameters under their model names.
+        named: Trainable parameters by their names in the model.
         shapes: Full shapes by name.
         resolved: The run's config.
         given: Optimizer handed to `Trainer`.
@@ -33,11 +33,11 @@ def make_optimizer(
     if given is None:
         return build_optimizer(parameter_groups(named, shapes, resolved.config.optimizer), resolved)
     theirs = {id(p) for group in given.param_groups for p in group["params"]}
-    strangers = len(theirs - {id(p) for _, p in named})
+    foreign = len(theirs - {id(p) for _, p in named})
     left_out = [name for name, p in named if id(p) not in theirs]
-    if strangers or left_out:
+    if foreign or left_out:
         raise ConfigError(
-            f"the optimizer handed to Trainer updates {strangers} tensors that are not parameters of the model, and "
+            f"the optimizer handed to Trainer updates {foreign} tensors that are not parameters of the model, and "
             f"leaves out {len(left_out)} trainable ones{': ' + ', '.join(left_out[:5]) if left_out else ''}",
             "an optimizer updates exactly the model's trainable parameters",
             "build it on the model instance handed to Trainer(model=...), and freeze what it should not update",
@@ -48,7 +48,7 @@ def make_optimizer(
 def hand_over(
     optimizer: torch.optim.Optimizer, before: Mapping[str, nn.Parameter], after: Mapping[str, nn.Parameter]
 ) -> None:
-    """Lets an optimizer update the parameters that an engine has put in the place of those it was built on.
+    """Makes an optimizer update the parameters that an engine has put in place of those it was built on.
 
     Args:
         optimizer: The optimizer.
@@ -61,16 +61,16 @@ def hand_over(
     replaced = {old: after[name] for name, old in before.items() if after[name] is not old}
     if any(parameter in optimizer.state for parameter in replaced):
         raise ConfigError(
-            "the optimizer handed to Trainer has states already, and the engine has cut the parameters they belong to",
-            "an optimizer begins with the run, or goes on from a checkpoint of it",
-            "hand over an optimizer that has taken no step, or set parallel.engine to ddp",
+            "the optimizer handed to Trainer has states already, of parameters that the engine has sharded since",
+            "an optimizer starts with the run, or resumes from a checkpoint of it",
+            "pass an optimizer that has taken no step, or set parallel.engine to ddp",
         )
     for group in optimizer.param_groups:
         group["params"] = [replaced.get(parameter, parameter) for parameter in group["params"]]
 
 
-LOOK_AT_WHOLE_TENSORS = {"Adafactor", "LAMB", "LARS", "LBFGS", "Lamb", "Muon", "SOAP", "Shampoo"}
-"""Classes whose update of one element depends on others of its tensor: wrong wherever a tensor is cut or flattened."""
+LOOK_AT_FULL_TENSORS = {"Adafactor", "LAMB", "LARS", "LBFGS", "Lamb", "Muon", "SOAP", "Shampoo"}
+"""Classes whose update of one element depends on others of its tensor: wrong where it is sharded or flattened."""
 
 
 def parameter_groups(
@@ -79,7 +79,7 @@ def parameter_groups(
     """Splits parameters into those with and those without weight decay.
 
     Args:
-        named: Trainable parameters under their model names.
+        named: Trainable parameters by their names in the model.
         shapes: Full shapes by name: an engine may have replaced a parameter's data by an empty shard.
         config: Optimizer section.
 
@@ -94,7 +94,7 @@ def parameter_groups(
 
 
 def build_optimizer(groups: list[dict], resolved: ResolvedConfig) -> torch.optim.Optimizer:
-    """The optimizer class that fits where its state lives.
+    """The optimizer class for where its state is kept.
 
     Source: AdamW, Loshchilov and Hutter 2019; Lion, Chen et al. 2023; Adafactor, Shazeer and Stern 2018.
     """

@@ -54,8 +54,8 @@ class EngineFacts:
         param_bytes: Bytes of the model's parameters on this rank.
         optimizer_bytes: Bytes of masters and optimizer states on this rank, as far as they exist yet.
         nvme_bytes: Bytes in this rank's swap files.
-        compute_dtype: Format of the parameters in the forward pass.
-        settings: What else was set up, under the config's dotted keys, to be held against their values.
+        compute_dtype: Dtype of the parameters in the forward pass.
+        settings: What else was set up, by the config's dotted keys; compared with their values after set-up.
     """
 
     engine: str
@@ -89,30 +89,33 @@ class Engine(Protocol):
         """Puts the values of `weights` where this engine wants `model`'s parameters.
 
         Args:
-            model: Holds what this tensor rank holds; a parameter that `split` names has its local shape.
+            model: Holds what this tensor-parallel rank holds: a parameter that `split` names has its local shape.
             weights: Local values under the model's names.
-            split: Makes slices of, and merges, what the engine knows as its parameters.
+            split: Which slices of the full parameters they are, and how to merge them.
         """
 
     def wrap(self, make_optimizer: OptimizerFactory) -> None:
         """Builds the optimizer on the placed parameters and the object that runs the step."""
 
     def microbatch(self, is_last: bool) -> AbstractContextManager[None]:
-        """Context around one forward and backward; gradients may be reduced only in the last one."""
+        """Context around one forward and backward; only the last one of a step may reduce gradients."""
 
     def forward(self, **inputs: Any) -> Any:
-        """The model's outputs, computed in the run's number format; under ZeRO-3 every rank must call it."""
+        """The model's outputs, computed in the run's dtype; under ZeRO-3 every rank must call it."""
 
     def autocast(self) -> AbstractContextManager[None]:
-        """The run's number format for the model's own methods, such as `generate`, which call it without `forward`.
+        """The run's dtype for the model's own methods, such as `generate`, which call the model without `forward`.
 
-        What is gathered for them is freed at its end.
+        Parameters that are gathered for them are freed at its end.
         """
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        """What a backward pass is to begin with, so that this rank's share `loss` of the step's has its due weight.
+        """The loss that a backward pass begins with, so that gradients add up to those of the step's loss.
 
-        It undoes a mean over the data ranks that the engine reduces gradients to, and has the loss scale of fp16.
+        It undoes the mean over data-parallel ranks, where the engine averages, and is times the loss scale of fp16.
+
+        Args:
+            loss: This rank's share of the step's loss: shares add up over ranks and micro-batches.
         """
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -135,37 +138,37 @@ class Engine(Protocol):
         """The live optimizer's parameter groups, whose `lr` the trainer sets before `optimizer_step`."""
 
     def parameter_layout(self) -> list[ParameterSlice]:
-        """Which part of every parameter this rank's optimizer owns, in terms of the full tensor."""
+        """Which slice of each full parameter this rank's optimizer owns."""
 
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every parameter (a tied one once), whole, on the host; a collective of all ranks, one tensor at a time."""
+        """Every parameter (a tied one once) in full on the host; a collective of all ranks, one tensor at a time."""
 
     def full_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every reduced gradient, whole, fp32, on the host; a collective of all ranks, before `optimizer_step`."""
+        """Every reduced gradient in full, fp32, on the host; a collective of all ranks, before `optimizer_step`."""
 
     def state(self) -> State:
-        """Owned fp32 masters and optimizer states by parameter name, as `parameter_layout` cuts them.
+        """fp32 masters and optimizer states by parameter name, of the slices in `parameter_layout`.
 
         Optimizer states exist from the first `optimizer_step` on.
         """
 
     def scalar_state(self) -> dict[str, Any]:
-        """What else the next step depends on and is no tensor, such as the loss scale; JSON."""
+        """Numbers that the next step depends on, such as the loss scale; JSON."""
 
     def load_scalar_state(self, values: Mapping[str, Any]) -> None:
         """Sets what `scalar_state` returned; called after the state has been written."""
 
     def rank_state(self) -> dict[str, torch.Tensor]:
-        """Tensors that belong to this rank alone, such as what a lossy compression of gradients left over."""
+        """Tensors that belong to this rank alone, such as the error that a lossy compression of gradients left."""
 
     def load_rank_state(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Sets what `rank_state` returned."""
 
     def parameter_hash(self) -> str | None:
-        """Hash of the parameters this rank starts with; None where each parameter exists once, cut over the ranks."""
+        """Hash of the parameters this rank starts with; None where they are sharded, and each exists once."""
 
     def shared_parameters(self) -> dict[str, torch.Tensor]:
-        """This rank's part of each parameter that other pipeline stages have too, as its forward pass uses it."""
+        """What this rank holds of each parameter that other pipeline stages have too, as its forward pass uses it."""
 
     def facts(self) -> EngineFacts:
         """Measures what exists."""
@@ -203,6 +206,6 @@ def _check_pipeline(engine: Engine, mesh: Mesh) -> None:
     if mesh.grid.pp_size > 1 and not getattr(engine, "supports_pipeline", False):
         raise EngineError(
             f"parallel.pp is {mesh.grid.pp_size} and {type(engine).__name__} does not declare supports_pipeline",
-            "an engine reduces gradients after all passes of a pipeline in the way that only it knows",
+            "only the engine itself can reduce its gradients after all passes of a pipeline",
             "set parallel.engine to deepspeed, fsdp2 or ddp, or parallel.pp to 1",
         )

@@ -26,14 +26,16 @@ def global_norm(gradients: Sequence[torch.Tensor], norm_type: NormType = "l2") -
     return torch.linalg.vector_norm(torch.stack(norms), order) if norms else torch.zeros((), dtype=torch.float64)
 
 
-def norm_over_group(norm: torch.Tensor, norm_type: NormType, group: dist.ProcessGroup, copies: int = 1) -> torch.Tensor:
-    """The norm over the parts that the ranks of a group hold, on each of them; inf where any is not finite.
+def norm_over_group(
+    norm: torch.Tensor, norm_type: NormType, group: dist.ProcessGroup, replicas: int = 1
+) -> torch.Tensor:
+    """The norm over what the ranks of a group hold, on each of them; inf where any is not finite.
 
     Args:
-        norm: The norm of this rank's parts.
+        norm: The norm of what this rank holds.
         norm_type: Which norm.
         group: The ranks, over gloo.
-        copies: How many of them count each part.
+        replicas: How many of them count each element.
 
     Comm: one all-reduce of 8 bytes over `group`; none where it has one rank.
     """
@@ -43,7 +45,7 @@ def norm_over_group(norm: torch.Tensor, norm_type: NormType, group: dist.Process
     if norm_type == "l2":
         total = value.square()
         dist.all_reduce(total, group=group)
-        return (total / copies).sqrt()
+        return (total / replicas).sqrt()
     # A maximum would drop NaN.
     total = torch.where(value.isfinite(), value, torch.inf)
     dist.all_reduce(total, dist.ReduceOp.MAX, group=group)

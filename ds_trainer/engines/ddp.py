@@ -1,7 +1,7 @@
 """PyTorch DistributedDataParallel: fp32 masters on every rank, gradients averaged by all-reduce in buckets.
 
-Under a pipeline the model stays as it is: DDP reduces in a backward pass, of which there are many in a step there, and
-would hold buckets as large as the gradients for nothing. They are reduced in buckets after all passes instead.
+Under a pipeline the model is not wrapped: DDP reduces in a backward pass, of which a pipeline's step has many, and its
+buckets would take as much memory as the gradients. These are reduced in buckets after all passes instead.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class DDPEngine(TorchEngine):
 
     def __init__(self, resolved: ResolvedConfig, mesh: Mesh) -> None:
         super().__init__(resolved, mesh)
-        # A static graph is recorded in a pass that reduces: DDP asserts so.
+        # DDP asserts that it records a static graph in a pass that reduces.
         self._reduced_once = not self.config.ddp.static_graph
         self._hook: Any = None  # PowerSGD's state
 
@@ -62,12 +62,12 @@ class DDPEngine(TorchEngine):
         release_at_exit(self.close)
 
     def _wrap_model(self) -> None:
-        sync_buffers: dict[str, Any] = {_SYNC_BUFFERS: False}  # They are the same everywhere, and nothing updates them.
+        sync_buffers: dict[str, Any] = {_SYNC_BUFFERS: False}  # They are equal on all ranks, and nothing updates them.
         self.module = DistributedDataParallel(
             self._model,
             device_ids=[self.mesh.device.index] if self.mesh.device.type == "cuda" else None,
             process_group=self.mesh.dp_group,
-            # All ranks have read the same values, which a hash proves after set-up: a broadcast would copy them again.
+            # All ranks have read the same values, and a hash checks that after set-up: a broadcast would add nothing.
             init_sync=False,
             **ddp_arguments(self._resolved),
             **sync_buffers,
@@ -76,7 +76,7 @@ class DDPEngine(TorchEngine):
         self._check_one_bucket(self.config.ddp.bucket_cap_mb)
 
     def _check_one_bucket(self, first_bucket_mb: int) -> None:
-        """Over gloo PowerSGD hangs or aborts with several buckets: threads of its own issue each one's collectives.
+        """Refuses several buckets for PowerSGD over gloo: threads issue their collectives, and it hangs or aborts.
 
         Args:
             first_bucket_mb: MiB in the smallest bucket.
@@ -90,7 +90,7 @@ class DDPEngine(TorchEngine):
             and self.mesh.device.type == "cpu"
             and gradients_mb > first_bucket_mb
         ):
-            enough = max(ceil(gradients_mb), 26)  # 25 is the default, which accelerate does not hand on.
+            enough = max(ceil(gradients_mb), 26)  # 25 is the default, which accelerate does not pass on.
             raise EngineError(
                 f"ddp.comm_hook is powersgd on cpu, with {gradients_mb:.0f} MiB of gradients in buckets of "
                 f"{first_bucket_mb} MiB",
@@ -111,7 +111,7 @@ class DDPEngine(TorchEngine):
                 state = powerSGD_hook.PowerSGDState(
                     self.mesh.dp_group,
                     matrix_approximation_rank=self.config.ddp.powersgd_rank,
-                    # As early as torch can: its default, the 1000th reduction, would outlast many a fine-tuning.
+                    # As early as torch can: many a fine-tuning is over before its default, the 1000th reduction.
                     start_powerSGD_iter=2,
                 )
                 self.module.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
@@ -119,7 +119,7 @@ class DDPEngine(TorchEngine):
 
     @contextmanager
     def microbatch(self, is_last: bool) -> Iterator[None]:
-        """Reduces gradients in the last micro-batch only; a static graph's very first one too."""
+        """Reduces gradients in the last micro-batch only, and for a static graph in the run's first one."""
         with nullcontext() if is_last or not self._reduced_once else self._no_sync():
             yield
         self._reduced_once = True
@@ -135,7 +135,8 @@ class DDPEngine(TorchEngine):
     def pipeline(self) -> Iterator[None]:
         """Reduces gradients at its end, in buckets of `ddp.bucket_cap_mb`.
 
-        Comm: copies of tied parameters send theirs to their owners, then one all-reduce per bucket over the data ranks.
+        Comm: replicas of tied parameters send theirs to their owners, then one all-reduce per bucket over the
+            data-parallel ranks.
         """
         self.start_pipeline()
         yield
@@ -165,7 +166,7 @@ class DDPEngine(TorchEngine):
         return super().optimizer_step()
 
     def _require_all_used(self) -> None:
-        """DDP reduces a bucket when all of its parameters have a gradient, so one without leaves others unreduced.
+        """DDP reduces a bucket when all its parameters have a gradient: one without leaves the others unreduced.
 
         Raises:
             ModelError: The step's loss does not depend on a parameter that is trained.
@@ -191,7 +192,7 @@ class DDPEngine(TorchEngine):
             self._hook.iter = values["powersgd"]
 
     def rank_state(self) -> dict[str, torch.Tensor]:
-        """What PowerSGD keeps for each bucket: the error it owes, and the factors it starts from."""
+        """What PowerSGD keeps for each bucket: the error of its compression, and the factors that it starts from."""
         if not self._hook:
             return {}
         memories = {part: getattr(self._hook, part) for part in _POWERSGD_MEMORIES}
@@ -213,7 +214,7 @@ class DDPEngine(TorchEngine):
         return facts if self._split.stages else replace(facts, engine=type(self.module).__name__)
 
     def close(self) -> None:
-        """Removes DDP's hooks from the model, which another engine may wrap then, and lets go of its process group."""
+        """Removes DDP's hooks, so that other engines may wrap the model, and drops the wrapper with its group."""
         if isinstance(getattr(self, "module", None), DistributedDataParallel):
             remove_hooks(self.module)
             self.module = self._model

@@ -46,12 +46,12 @@ def devices(tensors: Iterable[torch.Tensor]) -> str:
     return ", ".join(sorted({str(t.device) for t in tensors if t.numel()}))
 
 
-def tensor_ranks(split: ModelSplit, parameters: Iterable[tuple[str, torch.Tensor]]) -> int:
-    """Ranks over which tensor parallelism has cut the model, by the shapes that its parameters have; 1: it has not.
+def measured_tp_size(split: ModelSplit, parameters: Iterable[tuple[str, torch.Tensor]]) -> int:
+    """Ranks over which tensor parallelism has sharded the model, by the shapes of its parameters; 1: it has not.
 
     Args:
-        split: How it was to be cut.
-        parameters: What an engine holds; of one that the engine has cut in turn, its shape before that is asked for.
+        split: How it was to be sharded.
+        parameters: What an engine holds; of one that ZeRO-3 has sharded in turn, the shape before that counts.
     """
     shapes = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in parameters}
     # Other pipeline stages have the other parameters.
@@ -60,18 +60,18 @@ def tensor_ranks(split: ModelSplit, parameters: Iterable[tuple[str, torch.Tensor
     return min(held, default=1)
 
 
-def pipeline_ranks(split: ModelSplit, names: Iterable[str]) -> int:
-    """Ranks over which a pipeline has cut the model; 1: it has not, or this rank holds more than its stages' part.
+def measured_pp_size(split: ModelSplit, names: Iterable[str]) -> int:
+    """Ranks over which a pipeline has split the model; 1: it has not, or this rank holds more than its stages.
 
     Args:
-        split: How it was to be cut.
+        split: How it was to be split.
         names: Of the parameters that an engine holds.
     """
     if split.stages is None:
         return 1
     held = dict.fromkeys(names)
-    part = {name for name in split.stages.shapes if split.owns(name)} | split.shared(held).keys()
-    return split.stages.group.size() if held.keys() == part else 1
+    expected = {name for name in split.stages.shapes if split.owns(name)} | split.shared(held).keys()
+    return split.stages.group.size() if held.keys() == expected else 1
 
 
 def content_hash(tensors: Iterable[torch.Tensor]) -> str:

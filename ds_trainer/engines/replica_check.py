@@ -1,4 +1,4 @@
-"""Proves that ranks hold the same values of what several of them have: what no cut has touched, and tied weights."""
+"""Checks that ranks hold equal replicas: of parameters that tensor parallelism does not shard, and of tied weights."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from ds_trainer.layout import ParameterSlice
 
 
 def check_replicas(engine: Engine, mesh: Mesh, place: str) -> None:
-    """Checks that parameters which several ranks of a copy of the model hold are the same on them, bit for bit.
+    """Checks that parameters which several ranks of one model hold are the same on them, bit for bit.
 
-    Each tensor rank updates its copy of what tensor parallelism has not cut by itself. Copies stay equal as long as
-    their gradients are equal, and where a layer forgets to sum these over the tensor ranks the copies drift apart,
-    which the loss does not show for long. A tied weight's copy on another pipeline stage gets its owner's value after
-    each update.
+    Each tensor-parallel rank updates its replica of a parameter that is not sharded. Replicas stay equal as long as
+    their gradients are equal. Where a layer does not sum these over the tensor-parallel ranks, the replicas drift
+    apart, and for long the loss does not show it. A tied weight's replica on another pipeline stage gets its owner's
+    value after each update.
 
     Args:
-        engine: Its fp32 masters are compared, of each data rank those that it owns; of tied weights what it runs with.
+        engine: Its fp32 masters are compared, those that a data-parallel rank owns; of tied weights what it runs with.
         mesh: Process groups.
         place: The step's name in the consensus, such as "step 4".
 
@@ -28,7 +28,7 @@ def check_replicas(engine: Engine, mesh: Mesh, place: str) -> None:
         nothing where one rank holds the model.
 
     Raises:
-        EngineError: Copies differ; on every rank.
+        EngineError: Replicas differ; on every rank.
     """
     if mesh.grid.model_size == 1:
         return
@@ -53,16 +53,16 @@ def _check_tensor_ranks(engine: Engine, mesh: Mesh, place: str) -> None:
     if odd:
         name, rank, first = odd[0]
         raise EngineError(
-            f"after {place} ranks {first} and {rank} hold different values of {name}, and so do tensor ranks of "
-            f"{len({name for name, *_ in odd})} of {len(firsts)} parameters that they have copies of",
-            "tensor ranks update their copies of a parameter alike, for which each needs its whole gradient",
-            "where parallel.tp_plan leaves a module whole that computes on a rank's own heads or width, give it "
+            f"after {place} ranks {first} and {rank} hold different values of {name}; tensor-parallel ranks differ in "
+            f"{len({name for name, *_ in odd})} of {len(firsts)} parameters that they hold replicas of",
+            "tensor-parallel ranks update their replicas of a parameter alike, for which each needs its full gradient",
+            "where parallel.tp_plan does not shard a module that computes on a rank's own heads or width, give it "
             "the style replicated_with_grad_allreduce; otherwise set parallel.tp to 1, and report it",
         )
 
 
 def _first_holders(layout: list[ParameterSlice], tp_size: int) -> dict[str, list[int]]:
-    """For each tensor rank the first one that holds the same part, by parameter of which there are copies."""
+    """For each tensor-parallel rank the first one that holds the same shard, by parameter that has replicas."""
     firsts = {p.name: [p.sharding.first_holder(rank) if p.sharding else 0 for rank in range(tp_size)] for p in layout}
     return {name: holders for name, holders in firsts.items() if len(set(holders)) < tp_size}
 
@@ -76,7 +76,7 @@ def _check_stages(engine: Engine, mesh: Mesh, place: str) -> None:
             raise EngineError(
                 f"after {place} ranks {', '.join(map(str, values))} hold different values of {name}, which the stages "
                 "of a pipeline share",
-                "a tied weight's copy gets the value of its owner after each update",
+                "a tied weight's replica gets the value of its owner after each update",
                 "remove what changes the weight from outside, such as a callback; otherwise set parallel.pp to 1, and "
                 "report it",
             )

@@ -17,12 +17,12 @@ MASTER = "master"
 
 @dataclass(frozen=True)
 class StateTensor:
-    """One tensor of a parameter's state on this rank. It is read or written when asked, since it may lie on NVMe.
+    """One tensor of a parameter's state on this rank. It is read and written through functions: it may be on NVMe.
 
     Args:
-        shape: `(n,)` for the n elements of the owned slice, flattened; `()` for a count; where the whole parameter is
-            owned any other shape, such as the factors of Adafactor.
-        dtype: Format.
+        shape: `(n,)` for the n elements of the owned slice, flattened; `()` for a count; any other shape, such as that
+            of Adafactor's factors, where the full parameter is owned.
+        dtype: Dtype of the value.
         read: Returns the value; what it returns may be the live tensor.
         write: Overwrites the value.
     """
@@ -41,8 +41,8 @@ def live(tensor: torch.Tensor, numel: int) -> StateTensor:
     """The handle of a tensor in memory.
 
     Args:
-        tensor: The live tensor; of one that is cut over the ranks, this rank's part is meant.
-        numel: Elements of the owned slice; a tensor of as many is handed out flat.
+        tensor: The live tensor; of a DTensor, this rank's shard.
+        numel: Elements of the owned slice; a tensor of as many is returned flat.
     """
     tensor = local_shard(tensor)
     shape = (numel,) if tensor.dim() and tensor.numel() == numel else tuple(tensor.shape)

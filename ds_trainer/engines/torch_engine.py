@@ -21,10 +21,10 @@ from ds_trainer.engines.introspect import (
     devices,
     grouped_parameters,
     local_shard,
-    pipeline_ranks,
+    measured_pp_size,
+    measured_tp_size,
     state_tensors,
     storage_bytes,
-    tensor_ranks,
 )
 from ds_trainer.engines.state_handles import MASTER, State, entry, live
 from ds_trainer.layout import ParameterSlice
@@ -37,10 +37,10 @@ from ds_trainer.torch_internals import mark_overflow
 class TorchEngine:
     """An engine on a torch optimizer: the whole protocol but for when and how gradients are reduced.
 
-    As it stands every data-parallel rank holds all parameters in fp32, of a model that tensor parallelism or a pipeline
-    splits this rank's part; below fp32 the forward runs under autocast, and fp16 has a dynamic loss scale. An engine
-    that shards them overrides `load`, `owned_range`, `first_row`, `gathered`, `norm_over_ranks`, `parameter_hash` and
-    `group_size`.
+    As it stands every data-parallel rank holds all parameters in fp32, or those that tensor parallelism and the
+    pipeline leave to this rank. Below fp32 the forward runs under autocast, and fp16 has a dynamic loss scale.
+    An engine that shards parameters overrides `load`, `owned_range`, `first_row`, `gathered`, `norm_over_ranks`,
+    `parameter_hash` and `group_size`.
 
     `backward` starts from this rank's share of the step's loss, so that gradients are to be summed over the
     data-parallel ranks. An engine that averages them overrides `scale_loss`.
@@ -234,8 +234,8 @@ class TorchEngine:
             nvme_bytes=0,
             compute_dtype=DTYPE_NAMES[self._compute_dtype],
             settings={
-                "parallel.tp": tensor_ranks(self._split, self._parameters.items()),
-                "parallel.pp": pipeline_ranks(self._split, self._parameters),
+                "parallel.tp": measured_tp_size(self._split, self._parameters.items()),
+                "parallel.pp": measured_pp_size(self._split, self._parameters),
             },
         )
 

@@ -19,7 +19,7 @@ from ds_trainer.interop.hf.fields import TRAINING_ARGUMENTS, with_field_names
 from ds_trainer.interop.hf.importer import from_hf
 from ds_trainer.launch.environment import grid_from_environment
 from ds_trainer.log import get_logger
-from ds_trainer.optim import LOOK_AT_WHOLE_TENSORS
+from ds_trainer.optim import LOOK_AT_FULL_TENSORS
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -162,7 +162,7 @@ class TrainerInputs:
             )
         name = type(self.optimizer).__name__
         cut = backend(config) == "fsdp2" or (backend(config) == "deepspeed" and config.zero.stage > 0)
-        if name in LOOK_AT_WHOLE_TENSORS and cut:
+        if name in LOOK_AT_FULL_TENSORS and cut:
             raise ConfigError(
                 f"Trainer(optimizers=...) holds {name}, with parallel.engine {config.parallel.engine!r}",
                 f"{name} looks at whole tensors, which {'ZeRO' if backend(config) == 'deepspeed' else 'FSDP2'} cuts",

@@ -1,8 +1,8 @@
-"""The `Accelerator` of a run: told by the run's JSON alone, and held to what it was told.
+"""The `Accelerator` of a run: configured by the run's JSON alone, and checked against it.
 
-accelerate keeps one state per process, and reads the launcher's variables wherever it was told nothing. On CPU it
+accelerate keeps one state per process, and reads the launcher's variables for whatever it is not given. On CPU it
 misjudges its world: with a DeepSpeed plugin it takes each rank for the only one, with `cpu=True` it ignores FSDP and
-DeepSpeed plugins. So what `prepare` returned is looked at, and ds_trainer's loader and rank helpers rule.
+DeepSpeed plugins. So what `prepare` returned is checked, and ds_trainer's own loader and rank helpers are used.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from ds_trainer.errors import EngineError
 
 _PREFIXES = ("ACCELERATE_", "FSDP_", "MEGATRON_LM_", "PARALLELISM_CONFIG_")
 _KEPT = ("ACCELERATE_CPU_AFFINITY", "ACCELERATE_DEBUG_MODE", "ACCELERATE_LOG_LEVEL")
-"""Variables that say nothing about training."""
+"""Variables that do not concern training."""
 
 
 def make_accelerator(mesh: Mesh, **options: Any) -> Accelerator:
-    """An `Accelerator` on the process group and the device of this run; called within `told_by_json`.
+    """An `Accelerator` on the process group and the device of this run; called within `configured_by_json`.
 
     Args:
         mesh: Process groups and device.
@@ -36,8 +36,8 @@ def make_accelerator(mesh: Mesh, **options: Any) -> Accelerator:
     Raises:
         EngineError: It computes on another device.
     """
-    # It takes no second plugin, nor another number format, and would go by a state that TrainingArguments left behind.
-    # transformers empties it in the same way for each TrainingArguments. Accelerators that live on show the new one.
+    # It takes no second plugin, nor another dtype, and would use a state that TrainingArguments left behind.
+    # transformers empties it in the same way for each TrainingArguments. Earlier Accelerators then show the new state.
     AcceleratorState._reset_state(reset_partial_state=True)
     accelerator = Accelerator(**options)
     if accelerator.device != mesh.device:
@@ -50,18 +50,18 @@ def make_accelerator(mesh: Mesh, **options: Any) -> Accelerator:
 
 
 @contextmanager
-def told_by_json(mesh: Mesh) -> Iterator[None]:
-    """Hides what `accelerate launch` has exported, and says this rank's place in the words that accelerate reads.
+def configured_by_json(mesh: Mesh) -> Iterator[None]:
+    """Hides what `accelerate launch` has exported, and exports this rank's position as accelerate reads it.
 
-    A contradiction between the two has ended the run before. Afterwards the variables are as they were: `Accelerator`
-    sets some of its own, which would be taken for a launcher's by the next run in this process.
+    A conflict between the two has been refused before. Afterwards the variables are as they were: `Accelerator` sets
+    some, which the next run in this process would take for a launcher's.
     """
-    place = {
+    position = {
         "RANK": mesh.grid.rank,
         "WORLD_SIZE": mesh.grid.world,
         "LOCAL_RANK": mesh.grid.local_rank,
         "LOCAL_WORLD_SIZE": mesh.grid.local_world,
-        # Asked for and not used: the process group exists.
+        # Required and not used: the process group exists.
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": 0,
         # Where it is unset, accelerate changes the number of threads.
@@ -70,10 +70,10 @@ def told_by_json(mesh: Mesh) -> Iterator[None]:
     }
 
     def concerned() -> dict[str, str]:
-        return {n: v for n, v in os.environ.items() if n in place or (n.startswith(_PREFIXES) and n not in _KEPT)}
+        return {n: v for n, v in os.environ.items() if n in position or (n.startswith(_PREFIXES) and n not in _KEPT)}
 
     before = concerned()
-    _exchange(before, {name: str(item) for name, item in place.items()})
+    _exchange(before, {name: str(item) for name, item in position.items()})
     try:
         yield
     finally:

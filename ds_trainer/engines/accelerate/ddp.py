@@ -11,30 +11,30 @@ from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKw
 from torch.nn.parallel import DistributedDataParallel
 
 from ds_trainer.config.accelerate.arguments import accelerate_arguments
-from ds_trainer.engines.accelerate.accelerator import check_prepared, make_accelerator, told_by_json
+from ds_trainer.engines.accelerate.accelerator import check_prepared, configured_by_json, make_accelerator
 from ds_trainer.engines.ddp import DDPEngine
 from ds_trainer.engines.introspect import TORCH_DTYPES
 from ds_trainer.torch_internals import comm_hook_states
 
 
 class AccelerateDDPEngine(DDPEngine):
-    """`DDPEngine` whose model, number format and loss scale are accelerate's."""
+    """`DDPEngine` whose model, dtype and loss scale are accelerate's."""
 
     def _wrap_model(self) -> None:
         arguments = accelerate_arguments(self._resolved)
         assert arguments.ddp is not None
-        ddp = arguments.ddp | {"broadcast_buffers": False}  # They are the same everywhere, and nothing updates them.
+        ddp = arguments.ddp | {"broadcast_buffers": False}  # They are equal on all ranks, and nothing updates them.
         if "comm_hook" in ddp:
             ddp["comm_hook"] = DDPCommunicationHookType(ddp["comm_hook"])  # Its name alone would be ignored.
         handlers: list[Any] = [DistributedDataParallelKwargs(**ddp)]
         if arguments.scaler is not None:
             handlers.append(GradScalerKwargs(**arguments.scaler))
-        # Losses come divided by the label tokens of the whole step, and accelerate would divide them once more.
+        # Losses are divided by the label tokens of the step already; accelerate would divide them once more.
         options = arguments.accelerator | {"gradient_accumulation_steps": 1}
-        with told_by_json(self.mesh):
+        with configured_by_json(self.mesh):
             self.accelerator = make_accelerator(self.mesh, **options, kwargs_handlers=handlers)
             with warnings.catch_warnings():
-                # accelerate knows the name that torch 2.13 has renamed.
+                # accelerate uses the name from before torch 2.13.
                 warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
                 self.module, prepared = self.accelerator.prepare(self._model, self._optimizer)
         if self.mesh.grid.world > 1:  # On a single GPU there is nothing to reduce, and accelerate wraps nothing.
@@ -42,9 +42,9 @@ class AccelerateDDPEngine(DDPEngine):
         # `optimizer_step` unscales, clips and drops a bad gradient; accelerate's wrapper would do both again.
         self._optimizer = prepared.optimizer
         self._scaler = self.accelerator.scaler or self._scaler
-        # What exists, for asked = got.
+        # What exists, for the check after set-up.
         self._compute_dtype = TORCH_DTYPES.get(self.accelerator.mixed_precision, torch.float32)
-        # accelerate hands on only what is not torch's default, with which torch begins with a bucket of 1 MiB.
+        # accelerate passes on only what is not torch's default; with the default torch begins with a bucket of 1 MiB.
         self._check_one_bucket(1 if self.config.ddp.bucket_cap_mb == 25 else self.config.ddp.bucket_cap_mb)
         for state in comm_hook_states(self.module):
             self._hook = state  # None but for PowerSGD.
@@ -53,7 +53,7 @@ class AccelerateDDPEngine(DDPEngine):
         return self.accelerator.no_sync(self.module)
 
     def forward(self, **inputs: Any) -> Any:
-        """Calls the wrapped model, whose forward accelerate has put under autocast below fp32."""
+        """Calls the wrapped model; below fp32 accelerate has put its forward under autocast."""
         return self.module(**inputs)
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -65,7 +65,7 @@ class AccelerateDDPEngine(DDPEngine):
         return super().group_size() if isinstance(self.module, DistributedDataParallel) else 1
 
     def close(self) -> None:
-        """Gives the model back as it was: without accelerate's autocast, and without the mark of being prepared."""
+        """Takes accelerate's autocast off the model, and the mark that it is prepared."""
         self.accelerator.unwrap_model(self.module, keep_fp32_wrapper=False)
         vars(self._model).pop("_is_accelerate_prepared", None)
         super().close()

@@ -1,7 +1,7 @@
 """The `accelerate` engine: the same run through `Accelerator.prepare`, with plugins made from the run's JSON.
 
-Each backend is the engine of that name with other hands wrapping the model, so that state, checkpoints and exports are
-the same. Loss, accumulation, clipping and what happens to a gradient that is not finite stay ds_trainer's.
+Each backend is the engine of that name, except that accelerate wraps the model: state, checkpoints and exports are the
+same. Loss, accumulation, clipping and what happens to a gradient that is not finite stay ds_trainer's.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from ds_trainer.config.accelerate.arguments import accelerate_arguments
-from ds_trainer.engines.accelerate.accelerator import check_prepared, make_accelerator, told_by_json
+from ds_trainer.engines.accelerate.accelerator import check_prepared, configured_by_json, make_accelerator
 from ds_trainer.engines.fsdp2.engine import (
     FSDP2Engine,
     fsdp_modules,
@@ -21,22 +21,22 @@ from ds_trainer.engines.fsdp2.engine import (
 
 
 class AccelerateFSDP2Engine(FSDP2Engine):
-    """`FSDP2Engine` whose model accelerate cuts, on meta: each rank still reads its own rows only.
+    """`FSDP2Engine` whose model accelerate shards, on meta: each rank still reads its own rows only.
 
     Args:
         resolved: The run's config.
         mesh: Process groups and device.
     """
 
-    def _cut(self, model: nn.Module) -> None:
+    def _shard(self, model: nn.Module) -> None:
         arguments = accelerate_arguments(self._resolved)
-        # Losses come divided by the label tokens of the whole step, and accelerate would divide them once more.
+        # Losses are divided by the label tokens of the step already; accelerate would divide them once more.
         options: dict[str, Any] = arguments.accelerator | {"gradient_accumulation_steps": 1}
         if arguments.scaler is not None:
             options["kwargs_handlers"] = [GradScalerKwargs(**arguments.scaler)]
-        # prepare() wants an optimizer beside the model; the run's own is built on the rows that come of it.
+        # prepare() requires an optimizer beside the model; the run's own is built on the rows afterwards.
         placeholder = torch.optim.SGD([{"params": []}])
-        with told_by_json(self.mesh):
+        with configured_by_json(self.mesh):
             if arguments.parallelism is not None:
                 options["parallelism_config"] = ParallelismConfig(**arguments.parallelism)
             options["fsdp_plugin"] = FullyShardedDataParallelPlugin(
@@ -57,4 +57,4 @@ class AccelerateFSDP2Engine(FSDP2Engine):
     def _typical_group(self) -> FSDPModule:
         """The first block: accelerate never frees the norm, the head and what the model itself gathers."""
         embedding = self.module.get_input_embeddings()
-        return next(part for part in fsdp_modules(self.module)[1:] if part is not embedding)
+        return next(module for module in fsdp_modules(self.module)[1:] if module is not embedding)

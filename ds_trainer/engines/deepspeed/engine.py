@@ -3,8 +3,8 @@
 The accumulation boundary is set by hand for every micro-batch, since the last window of an epoch may be short, and
 losses arrive already divided by the step's label tokens, so DeepSpeed's own division by accumulation is switched off.
 
-Under a pipeline the model is called past DeepSpeed's engine, which knows one forward and one backward at a time: its
-optimizer's hooks accumulate, and the engine reduces and updates once.
+Under a pipeline the model is called without DeepSpeed's engine, which allows one forward and one backward at a time:
+its optimizer's hooks accumulate, and the engine reduces and updates once.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class DeepSpeedEngine:
         if self._clips_itself:
             self.native["gradient_clipping"] = 0.0
         if mesh.grid.pp_size > 1 and "bf16" in self.native:
-            # Gradients go into fp32 sums as they come: otherwise only its engine's `backward` moves them there.
+            # Adds gradients to fp32 sums as they are computed: otherwise only its engine's `backward` does.
             self.native["bf16"]["immediate_grad_update"] = True
         self._swaps: list[SwapFolder] = []
         self._compute_dtype = TORCH_DTYPES[self.config.precision.dtype or "fp32"]
@@ -78,13 +78,13 @@ class DeepSpeedEngine:
         if mesh.device.type == "cpu":
             disable_shm_comm()
         deepspeed.init_distributed(dist_backend="nccl" if mesh.device.type == "cuda" else "gloo", verbose=False)
-        # Kept for the process; one that an earlier engine has left would say which groups this one reduces over.
+        # DeepSpeed keeps it for the process: this engine would reduce over the groups of an earlier one.
         deepspeed.utils.groups.mpu = None
         self._redirect_swap_files()
 
     @property
     def _param_dtype(self) -> torch.dtype:
-        """Format in which DeepSpeed holds parameters: fp32 too where bf16 runs under autocast (stage 0)."""
+        """Dtype in which DeepSpeed holds parameters: fp32 where bf16 runs under autocast (stage 0)."""
         autocast = self.stage == 0 and self._compute_dtype == torch.bfloat16
         return torch.float32 if autocast else self._compute_dtype
 
@@ -107,9 +107,9 @@ class DeepSpeedEngine:
         self._swaps = list(folders.values())
 
     def load(self, model: nn.Module, weights: WeightSource, split: ModelSplit) -> None:
-        """Stages 0-2: whole tensors on every rank. Stage 3: each rank reads and keeps its own flat slices only.
+        """Stages 0-2: full tensors on every rank. Stage 3: each rank reads and keeps its own flat slices only.
 
-        Of a model that tensor parallelism has split, whole means all of this tensor rank's part.
+        Where tensor parallelism has split the model, full means all that this tensor-parallel rank holds.
         """
         self._model, self._weights, self._split = model, weights, split
         self._shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
@@ -128,8 +128,8 @@ class DeepSpeedEngine:
         """Builds the optimizer and DeepSpeed's engine around it.
 
         Raises:
-            EngineError: DeepSpeed never read a key of its JSON, or would read gradients from NVMe wrongly, or stages
-                differ in their parameter groups.
+            EngineError: DeepSpeed ignored a key of its JSON, or would read gradients from NVMe wrongly, or pipeline
+                stages differ in their parameter groups.
         """
         trainable = [(n, p) for n, p in self._named() if p.requires_grad]
         optimizer = make_optimizer(trainable)
@@ -167,7 +167,7 @@ class DeepSpeedEngine:
         yield
 
     def forward(self, **inputs: Any) -> Any:
-        """Calls DeepSpeed's engine, which gathers parameters and casts as configured; stages are called past it."""
+        """Calls DeepSpeed's engine, which gathers parameters and casts as configured; pipeline stages without it."""
         if self._split.stages is None:
             return self.module(**inputs)
         with self.autocast():
@@ -186,19 +186,19 @@ class DeepSpeedEngine:
             self.module.empty_partition_cache()
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        """DeepSpeed averages over the data ranks, so this rank's share is multiplied by their number."""
+        """DeepSpeed averages over the data-parallel ranks, so this rank's share is multiplied by their number."""
         return self.module.scale(loss * self.mesh.grid.dp_size)
 
     def backward(self, loss: torch.Tensor) -> None:
-        """As `scale_loss`; DeepSpeed's own pass scales the loss of fp16."""
+        """As `scale_loss`; DeepSpeed itself applies the loss scale of fp16."""
         self.module.backward(loss * self.mesh.grid.dp_size, scale_wrt_gas=False)
 
     @contextmanager
     def pipeline(self) -> Iterator[None]:
-        """Lets DeepSpeed's hooks accumulate alone, and reduces at its end.
+        """Lets DeepSpeed's hooks accumulate gradients, and reduces them at its end.
 
-        Comm: copies of tied parameters send their gradients to their owners, then DeepSpeed's reduction over the data
-            ranks, in buckets of its own.
+        Comm: replicas of tied parameters send their gradients to their owners, then DeepSpeed's reduction over the
+            data-parallel ranks, in its buckets.
         """
         self.module.set_gradient_accumulation_boundary(False)
         yield
@@ -239,31 +239,31 @@ class DeepSpeedEngine:
         return self.module.basic_optimizer.param_groups
 
     def parameter_layout(self) -> list[ParameterSlice]:
-        """Flat ranges: a cut of every tensor at stage 3, of each group's concatenation at stages 1 and 2."""
+        """Flat ranges: stage 3 shards every tensor, stages 1 and 2 the concatenation of each parameter group."""
         return list(self._owned().values())
 
     def _owned(self) -> dict[str, ParameterSlice]:
         return owned_slices(self._model, self._shapes, self.stage, self._split)
 
     def _named(self) -> Iterator[tuple[str, Any]]:
-        """What this rank owns of the parameters, with the attributes that DeepSpeed hangs on them."""
+        """The parameters that this rank owns, with the attributes that DeepSpeed sets on them."""
         return ((name, p) for name, p in self._model.named_parameters() if self._split.owns(name))
 
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """fp32 masters, gathered one at a time.
 
-        Comm: one all-gather (stage 3) or all-reduce (stages 1, 2) of each tensor over the data ranks, one all-gather
-            more over the tensor ranks if it is cut.
+        Comm: one all-gather (stage 3) or all-reduce (stages 1, 2) of each tensor over the data-parallel ranks, one
+            more all-gather over the tensor-parallel ranks where these shard it.
         """
         return self._split.merged(self._local_parameters())
 
     def _local_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, parameter in self._named():
-            whole = deepspeed.utils.safe_get_full_fp32_param(parameter) if parameter.requires_grad else None
-            if whole is None:
+            full = deepspeed.utils.safe_get_full_fp32_param(parameter) if parameter.requires_grad else None
+            if full is None:
                 with deepspeed.zero.GatheredParameters([parameter], enabled=self.stage == 3):
-                    whole = parameter.detach().cpu().clone()
-            yield name, whole.detach().cpu().view(self._shapes[name])
+                    full = parameter.detach().cpu().clone()
+            yield name, full.detach().cpu().view(self._shapes[name])
 
     def full_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Reduced gradients, gathered one at a time and freed of the loss scale.
@@ -282,10 +282,10 @@ class DeepSpeedEngine:
                 yield name, grad.detach().float().cpu().view(self._shapes[name]) / scale
 
     def state(self) -> State:
-        """Owned fragments of masters and optimizer states, read through DeepSpeed's swapper where they are on NVMe.
+        """This rank's fragments of masters and optimizer states; what is on NVMe goes through DeepSpeed's swapper.
 
         Raises:
-            EngineError: fp16 at stage 0, whose masters are in buffers of an optimizer that no rank's slices describe.
+            EngineError: fp16 at stage 0, whose optimizer keeps masters in buffers without a map to parameters.
         """
         if self.stage == 0 and self._param_dtype == torch.float16:
             raise EngineError(
@@ -303,7 +303,7 @@ class DeepSpeedEngine:
         }
 
     def scalar_state(self) -> dict[str, Any]:
-        """DeepSpeed's own counts, and its loss scaler's."""
+        """DeepSpeed's counts of steps, and its loss scaler's numbers."""
         scaler = getattr(self.module.optimizer, "loss_scaler", None)
         kept = {k: v for k, v in vars(scaler).items() if isinstance(v, bool | int | float)} if scaler else {}
         return {"engine": {name: getattr(self.module, name) for name in _COUNTS}, "loss_scaler": kept}
@@ -325,11 +325,11 @@ class DeepSpeedEngine:
         """Nothing belongs to one rank alone."""
 
     def parameter_hash(self) -> str | None:
-        """Below stage 3 every data rank holds every parameter of its tensor rank and its stages."""
+        """Below stage 3 every data-parallel rank holds all parameters of its tensor-parallel rank and its stages."""
         return None if self.stage == 3 else content_hash(self._model.parameters())
 
     def shared_parameters(self) -> dict[str, torch.Tensor]:
-        """Whole, in the format of the forward pass."""
+        """In full, in the dtype of the forward pass."""
         return self._split.shared(dict(self._model.named_parameters()))
 
     def facts(self) -> EngineFacts:
@@ -347,10 +347,10 @@ class DeepSpeedEngine:
 
 @contextmanager
 def _without_compiler() -> Iterator[None]:
-    """Makes `torch.compile` a no-op meanwhile.
+    """Makes `torch.compile` a no-op inside.
 
     Under ZeRO DeepSpeed imports its Muon to compare types, and the decorators of Muon's kernels load all of inductor:
-    0.8 s. No run uses those kernels, since Muon looks at whole tensors.
+    0.8 s. No run uses those kernels, since Muon looks at full tensors.
     """
     name = "TORCHDYNAMO_DISABLE"
     before = os.environ.get(name)
@@ -364,6 +364,6 @@ def _without_compiler() -> Iterator[None]:
 
 
 def _quieten() -> None:
-    """Leaves out DeepSpeed's progress messages, and torch's advice to DeepSpeed about renamed collectives."""
+    """Hides DeepSpeed's progress messages, and torch's warnings to DeepSpeed about renamed collectives."""
     deepspeed.utils.set_log_level_from_string("error")
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)

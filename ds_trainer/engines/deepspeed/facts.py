@@ -14,10 +14,10 @@ from ds_trainer.engines.deepspeed.internals import states_on_nvme, updated_tenso
 from ds_trainer.engines.introspect import (
     DTYPE_NAMES,
     devices,
-    pipeline_ranks,
+    measured_pp_size,
+    measured_tp_size,
     state_tensors,
     storage_bytes,
-    tensor_ranks,
 )
 from ds_trainer.parallel.model_split import ModelSplit
 
@@ -60,7 +60,7 @@ def measure(
         nvme_bytes=nvme_bytes,
         compute_dtype=DTYPE_NAMES[autocast or next(iter(parameters.values())).dtype],
         settings={
-            "parallel.tp": min(tp_size, tensor_ranks(split, parameters.items())),
-            "parallel.pp": pipeline_ranks(split, parameters),
+            "parallel.tp": min(tp_size, measured_tp_size(split, parameters.items())),
+            "parallel.pp": measured_pp_size(split, parameters),
         },
     )

@@ -1,4 +1,4 @@
-"""The data and model groups of a run, in the words that DeepSpeed reads."""
+"""The data-parallel and model-parallel groups of a run, under the names that DeepSpeed calls."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from ds_trainer.parallel.model_split import ModelSplit
 
 
 class ModelParallelUnit:
-    """Megatron's `mpu`, as far as DeepSpeed asks it: ZeRO then cuts and reduces over the data ranks.
+    """Megatron's `mpu`, as far as DeepSpeed calls it: ZeRO then shards and reduces over the data-parallel ranks.
 
-    The gradient norm is a sum over the ranks of a copy of the model, too, see `counts_in_norm`.
+    The gradient norm is a sum over the ranks of a replica of the model, too, see `counts_in_norm`.
 
     Args:
         mesh: Process groups.
@@ -22,7 +22,7 @@ class ModelParallelUnit:
         self._mesh = mesh
 
     def get_data_parallel_group(self) -> dist.ProcessGroup:
-        """The ranks that hold the same part of the model."""
+        """The ranks that hold the same shards of the model."""
         return self._mesh.dp_group
 
     def get_data_parallel_world_size(self) -> int:
@@ -30,7 +30,7 @@ class ModelParallelUnit:
         return self._mesh.grid.dp_size
 
     def get_model_parallel_group(self) -> dist.ProcessGroup:
-        """The ranks that share one copy of the model: tensor ranks of all pipeline stages."""
+        """The ranks that share one replica of the model: tensor-parallel ranks of all pipeline stages."""
         return self._mesh.model_group
 
     def get_model_parallel_world_size(self) -> int:
@@ -38,29 +38,29 @@ class ModelParallelUnit:
         return self._mesh.grid.model_size
 
     def get_model_parallel_rank(self) -> int:
-        """This rank's number among those of its stage: DeepSpeed counts what they hold alike on the first one."""
+        """This rank's number among those of its stage: what all of them hold, DeepSpeed counts on the first one."""
         return self._mesh.grid.tp_rank
 
 
 def counts_in_norm(name: str, split: ModelSplit) -> bool:
-    """Whether DeepSpeed's gradient norm takes in this rank's part of a parameter: `model_parallel`, its mark for that.
+    """Whether this rank's shard of a parameter counts in DeepSpeed's gradient norm: its mark `model_parallel`.
 
     Args:
         name: Parameter name.
         split: How the model is split.
 
     Raises:
-        EngineError: Ranks hold a part of it each and share another; on every rank.
+        EngineError: A rank's shard is partly its own and partly a replica; on every rank.
     """
     sharding = split.shardings.get(name)
     if sharding is None:
-        return False  # Tensor rank 0 takes it in.
+        return False  # It counts on tensor-parallel rank 0.
     counted = [sum(stop - start for start, stop in sharding.first_held(r)) for r in range(len(sharding.ranges))]
     held = [sum(stop - start for start, stop in ranges) for ranges in sharding.ranges]
     if any(0 < some < every for some, every in zip(counted, held, strict=True)):
         raise EngineError(
-            f"of {name} tensor ranks hold one part each and copies of another, such as the only KV head",
-            "DeepSpeed's gradient norm takes in a parameter as a whole or not at all",
+            f"of {name} each tensor-parallel rank holds a shard and a replica of another, such as the only KV head",
+            "DeepSpeed's gradient norm counts all that a rank holds of a parameter or nothing",
             "set zero.stage to 0, parallel.engine to fsdp2, or parallel.tp to a number that divides the KV heads",
         )
     return counted[split.rank] > 0

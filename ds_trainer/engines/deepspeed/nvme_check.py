@@ -13,7 +13,7 @@ def check_gradient_offsets(optimizer: Any) -> None:
     """Checks that every gradient that goes to NVMe begins on a block of its sub-group's buffer.
 
     The sub-group's gradients are read from their files straight into one buffer, past the page cache. Such a read fails
-    where it begins between two blocks, DeepSpeed 0.19 does not notice, and the weights are updated with what the buffer
+    where it begins between two blocks. DeepSpeed 0.19 does not notice, and updates the weights with what the buffer
     held before.
 
     Args:

@@ -1,4 +1,4 @@
-"""The part of parameters, masters and optimizer states that a rank owns under ZeRO, read and written in place."""
+"""The slices of parameters, masters and optimizer states that a rank owns under ZeRO, read and written in place."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def owned_slices(
 ) -> dict[str, ParameterSlice]:
     """This rank's slice of each parameter that is trained; none where it owns nothing of it.
 
-    Stage 3 cuts every tensor into flat shards, stages 1 and 2 cut the concatenation of each parameter group.
+    Stage 3 shards every tensor by flat ranges, stages 1 and 2 shard the concatenation of each parameter group.
 
     Args:
         model: The model that DeepSpeed has wrapped.
-        shapes: Shapes before DeepSpeed's cut by name.
+        shapes: Shapes by name before DeepSpeed has sharded.
         stage: ZeRO stage.
-        split: Which part of the full parameters they are.
+        split: Which slices of the full parameters they are.
     """
     owned = {}
     for name, parameter in model.named_parameters():
@@ -58,32 +58,32 @@ def owned_slices(
 
 
 def state_handles(engine: deepspeed.DeepSpeedEngine, parameter: Any, numel: int) -> dict[str, StateTensor]:
-    """Handles on this rank's part of a parameter's fp32 master and optimizer states.
+    """Handles on this rank's slice of a parameter's fp32 master and optimizer states.
 
-    What lies on NVMe goes through DeepSpeed's swapper; counts, which the swapper leaves out, are in memory.
+    What is on NVMe goes through DeepSpeed's swapper; counts, which it does not swap, are in memory.
 
     Args:
         engine: DeepSpeed's engine.
         parameter: A trainable parameter.
-        numel: Elements that this rank owns, padding left out.
+        numel: Elements that this rank owns, without padding.
     """
     states = engine.basic_optimizer.state
     if is_partitioned(parameter):
         optimizer = engine.optimizer
         values = states.get(flat_sub_group(optimizer, parameter), {})
-        cut = [key for key, value in values.items() if torch.is_tensor(value) and value.dim()]
+        sharded = [key for key, value in values.items() if torch.is_tensor(value) and value.dim()]
         handles = {MASTER: _swapped(optimizer, parameter, None, numel)}
-        handles |= {key: _swapped(optimizer, parameter, key, numel) for key in cut}
+        handles |= {key: _swapped(optimizer, parameter, key, numel) for key in sharded}
     elif in_flat_group(parameter):
         mapping = fragment(parameter)
         values = states.get(flat_partition(engine.optimizer, mapping.param_group_index), {})
-        cut = mapping.get_optim_state_keys() if values else []
+        sharded = mapping.get_optim_state_keys() if values else []
         handles = {MASTER: live(mapping.get_hp_fragment(), numel)}
-        handles |= {key: live(mapping.get_hp_fragment(key), numel) for key in cut}
+        handles |= {key: live(mapping.get_hp_fragment(key), numel) for key in sharded}
     else:
-        values, cut = states.get(parameter, {}), []
+        values, sharded = states.get(parameter, {}), []
         handles = {MASTER: live(parameter, numel)}
-    return handles | {key: entry(values, key, numel) for key in values if key not in cut}
+    return handles | {key: entry(values, key, numel) for key in values if key not in sharded}
 
 
 def _swapped(optimizer: Any, parameter: Any, key: str | None, numel: int) -> StateTensor:
@@ -101,9 +101,9 @@ def _swapped(optimizer: Any, parameter: Any, key: str | None, numel: int) -> Sta
 def catch_up_cpu_adam(optimizer: Any) -> None:
     """Brings the bias corrections of DeepSpeed's CPU Adam to the step count in its state.
 
-    It multiplies its running powers of the betas once per step in fp32, and takes a power of its own after a jump: the
-    last bit of every weight would differ from a run that was never interrupted. So the steps are counted up one by one
-    on a tensor of one element.
+    It multiplies its running powers of the betas once per step in fp32, but computes a power after a jump: the last bit
+    of every weight would differ from a run that was never interrupted. So it steps through all of them on a tensor of
+    one element.
     """
     steps = max((state["step"] for state in optimizer.state.values()), default=0)
     one = [torch.zeros(1) for _ in range(4)]
@@ -119,13 +119,13 @@ def load_wide_masters(
     slices: Mapping[str, ParameterSlice],
     weights: WeightSource,
 ) -> None:
-    """Gives fp32 masters the checkpoint's own precision where it is wider than the format of the parameters.
+    """Gives fp32 masters the checkpoint's values where its dtype is wider than that of the parameters.
 
     DeepSpeed makes masters from the parameters: from an fp32 checkpoint in a bf16 run it would keep 8 bits of 24.
 
     Args:
         engine: DeepSpeed's engine.
-        named: Trainable parameters under their model names.
+        named: Trainable parameters by their names in the model.
         slices: What this rank owns of them.
         weights: Where the values are read from.
     """

@@ -1,6 +1,6 @@
-"""PyTorch FSDP2: fp32 masters, gradients and optimizer states cut by rows over the data ranks.
+"""PyTorch FSDP2: fp32 masters, gradients and optimizer states sharded by rows over the data-parallel ranks.
 
-Of a model that tensor parallelism has split, each tensor rank's part is cut by itself.
+Where tensor parallelism has split the model, FSDP2 shards what each tensor-parallel rank holds.
 """
 
 from __future__ import annotations
@@ -50,16 +50,16 @@ class FSDP2Engine(TorchEngine):
         self._accumulates_wide = False
 
     def load(self, model: nn.Module, weights: WeightSource, split: ModelSplit) -> None:
-        """Cuts the model; each rank reads and keeps its own rows only."""
+        """Shards the model; each rank reads and keeps its own rows only."""
         self._split = split
         fill_buffers(model, weights, self.mesh.device)
         if self._arguments.buffer_dtype is not None:
             _cast_buffers(model, TORCH_DTYPES[self._arguments.buffer_dtype])
         device = torch.device("cpu") if self._arguments.cpu_offload else self.mesh.device
-        self._parameters = load_sharded(model, weights, lambda: self._cut(model), device)
+        self._parameters = load_sharded(model, weights, lambda: self._shard(model), device)
         self.module = model
 
-    def _cut(self, model: nn.Module) -> None:
+    def _shard(self, model: nn.Module) -> None:
         arguments, reshard = self._arguments, self._arguments.reshard_after_forward
         modules = groups(model, self.config.fsdp)
         shared: dict[str, Any] = {
@@ -70,9 +70,9 @@ class FSDP2Engine(TorchEngine):
         embeddings, head = ends(model)
         for module in reversed(modules):
             # The backward pass begins with the head, which would be gathered again at once.
-            part: Any = fully_shard(module, reshard_after_forward=False if module is head else reshard, **shared)
+            sharded: Any = fully_shard(module, reshard_after_forward=False if module is head else reshard, **shared)
             if module is embeddings and isinstance(module, nn.Embedding):
-                part.set_unshard_in_backward(False)  # Its backward pass looks at the indices only.
+                sharded.set_unshard_in_backward(False)  # Its backward pass looks at the indices only.
         # The backward pass begins with what the model itself gathers, which would be gathered again at once.
         fully_shard(model, reshard_after_forward=False if modules else reshard, **shared)
         sum_over_ranks(model)
@@ -94,7 +94,7 @@ class FSDP2Engine(TorchEngine):
 
     @contextmanager
     def autocast(self) -> Iterator[None]:
-        """Gathered parameters have the format already; they are freed at the end, as a backward pass would."""
+        """Gathered parameters have the dtype already; they are freed at the end, as a backward pass frees them."""
         try:
             yield
         finally:
@@ -103,10 +103,12 @@ class FSDP2Engine(TorchEngine):
 
     @contextmanager
     def pipeline(self) -> Iterator[None]:
-        """Keeps gradients whole over all passes and cuts them at its end; so it does parameters, unless told otherwise.
+        """Keeps full gradients over all passes and reduces them at its end.
 
-        Comm: at its end one reduce-scatter of each group's gradients over the data ranks of a copy of the model, one
-            all-reduce over the copies; then copies of tied parameters send their shards of it to their owners.
+        Gathered parameters stay gathered, too, where fsdp.reshard_after_forward is false.
+
+        Comm: at its end one reduce-scatter of each group's gradients over the data-parallel ranks of a replica of the
+            model, one all-reduce over the replicas; then replicas of tied parameters send their shards to the owners.
         """
         self.start_pipeline()
         root = self.module
@@ -122,16 +124,16 @@ class FSDP2Engine(TorchEngine):
         self.sum_tied_gradients()
 
     def _accumulate_wide(self) -> None:
-        """Adds each gradient to a sum in the format of the reduction as soon as it is there.
+        """Adds each gradient to a sum in the dtype of the reduction as soon as it is computed.
 
-        FSDP2 does so at the end of a backward pass through a group, which a pass that computes the gradients of weights
-        alone is not: of several such in a row the gradients would be added in the parameters' format.
+        FSDP2 does so at the end of a backward pass through a group. Passes that compute only the gradients of weights
+        never reach that end, and would add them up in the parameters' dtype.
         """
         if self._accumulates_wide or self._arguments.param_dtype in (None, self._arguments.reduce_dtype):
             return
         self._accumulates_wide = True
         for module in fsdp_modules(self.module):
-            module.unshard()  # Makes the whole parameters, which stay the same objects from then on.
+            module.unshard()  # Makes the full parameters, which stay the same objects from then on.
             group = parameter_group(module)
             for parameter in group.fsdp_params if group else ():
                 if parameter.unsharded_param.requires_grad:
@@ -162,9 +164,9 @@ class FSDP2Engine(TorchEngine):
         return tensor.detach().to(self.mesh.device).full_tensor().cpu()
 
     def parameter_hash(self) -> str | None:
-        """With several copies of the model, the hash of this rank's copy.
+        """With several replicas of the model, the hash of this rank's replica.
 
-        Comm: then a gather of each rank's hash over the data ranks.
+        Comm: then a gather of each rank's hash over the data-parallel ranks.
         """
         if self.config.parallel.dp_replicate == 1:
             return None
@@ -190,7 +192,7 @@ class FSDP2Engine(TorchEngine):
 
 
 def mixed_precision_policy(arguments: FSDP2Arguments) -> MixedPrecisionPolicy:
-    """The formats of gathered parameters and of reduced gradients."""
+    """The dtypes of gathered parameters and of reduced gradients."""
     param_dtype = None if arguments.param_dtype is None else TORCH_DTYPES[arguments.param_dtype]
     return MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=TORCH_DTYPES[arguments.reduce_dtype])
 
@@ -206,14 +208,14 @@ def fsdp_modules(root: nn.Module) -> list[FSDPModule]:
 
 
 def sum_over_ranks(root: nn.Module) -> None:
-    """Makes gradients sums over the ranks instead of means: shares of the step's gradient add up."""
-    for part in fsdp_modules(root):
-        part.set_gradient_divide_factor(1.0)
-        part.set_force_sum_reduction_for_comms(True)
+    """Makes gradients sums over the ranks instead of means: the ranks' shares of the step's loss add up."""
+    for module in fsdp_modules(root):
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
 
 
 def _widen(parameter: Any, _: torch.Tensor) -> None:
-    """Moves a whole parameter's gradient into FSDP2's sum of them."""
+    """Moves a full parameter's gradient into FSDP2's sum."""
     parameter.accumulate_unsharded_grad_if_needed()
     parameter.to_accumulated_grad_if_needed()
 
@@ -226,7 +228,7 @@ def _cast_buffers(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _prefetch(modules: list[Any], depth: int) -> None:
-    """Each group's gather also starts those of the next ones, in the order in which a model holds its modules."""
+    """Starts the gathers of the next groups with each group's own, in the order of the model's modules."""
     for index, module in enumerate(modules):
         module.set_modules_to_forward_prefetch(modules[index + 1 : index + 1 + depth])
         module.set_modules_to_backward_prefetch(modules[max(0, index - depth) : index][::-1])

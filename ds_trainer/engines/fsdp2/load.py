@@ -1,7 +1,7 @@
-"""Cuts a model with FSDP2 and loads it: no rank ever holds, or reads, more than its own rows.
+"""Shards a model with FSDP2 and loads it: no rank ever holds, or reads, more than its own rows.
 
-`fully_shard` cuts parameters that are whole on every rank, unless they are on meta. So the model is cut on meta, and
-each rank then makes its own rows and fills them.
+`fully_shard` takes full parameters on every rank, unless they are on meta. So the model is sharded on meta, and each
+rank then makes its own rows and fills them.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from ds_trainer.models.weight_source import WeightSource
 
 
 def load_sharded(
-    model: nn.Module, weights: WeightSource, cut: Callable[[], None], device: torch.device
+    model: nn.Module, weights: WeightSource, shard: Callable[[], None], device: torch.device
 ) -> dict[str, nn.Parameter]:
-    """Cuts a model in place and fills this rank's rows of every parameter, in fp32.
+    """Shards a model in place and fills this rank's rows of every parameter, in fp32.
 
     Args:
         model: A skeleton on meta, or an instance.
         weights: Where the values are read from.
-        cut: Calls `fully_shard` on the model and its modules.
+        shard: Calls `fully_shard` on the model and its modules.
         device: Where the rows go.
 
     Returns:
@@ -39,7 +39,7 @@ def load_sharded(
         ConfigError: A parameter has no rows.
     """
     _to_meta(dict(model.named_parameters()))
-    cut()
+    shard()
     sharded: dict[str, Any] = dict(model.named_parameters())
     for name, parameter in sharded.items():
         own = nn.Parameter(_own_rows(name, parameter, weights, device), parameter.requires_grad)
@@ -52,7 +52,7 @@ def _to_meta(parameters: dict[str, nn.Parameter]) -> None:
         if not parameter.dim():
             raise ConfigError(
                 f"{name} is a scalar",
-                "FSDP2 cuts parameters by rows, and a scalar has no row",
+                "FSDP2 shards parameters by rows, and a scalar has no row",
                 "give it the shape (1,), or set parallel.engine to ddp or deepspeed",
             )
         dtype = torch.float32 if parameter.is_floating_point() else parameter.dtype

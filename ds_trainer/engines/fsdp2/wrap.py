@@ -1,4 +1,4 @@
-"""Which modules of a model FSDP2 gathers and frees by themselves."""
+"""Which modules of a model FSDP2 gathers and frees as a group."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from ds_trainer.parallel.tensor.linear import ColumnParallelLinear
 
 _LARGE = 10**8
 _GROUPS = 8
-"""Into about so many groups a model is cut that has no blocks and fewer than `_LARGE` elements in each."""
+"""About how many groups a model gets that has no blocks and fewer than `_LARGE` elements in each."""
 
 
 def groups(model: nn.Module, config: FSDPConfig) -> list[nn.Module]:
-    """The modules that are gathered by themselves, outer before inner ones; the model gathers what is left.
+    """The modules that are gathered as groups, outer before inner ones; the model gathers what is left.
 
-    A module that shares a parameter with one outside of it is none of them: the innermost one that holds every user of
-    the parameter gathers it, so that no parameter is in two groups. The same holds for column layers that read one
+    A module that shares a parameter with a module outside of it is no group: the innermost one that holds every user
+    of the parameter gathers it, so that no parameter is in two groups. The same holds for column layers that read one
     tensor, since the first of them computes the outputs of all.
 
     Args:
-        model: The model, its parameters not yet cut.
+        model: The model, its parameters not yet sharded.
         config: The wrapping policy.
 
     Raises:
@@ -55,7 +55,7 @@ def _closed_in(model: nn.Module) -> Callable[[nn.Module], bool]:
 
 
 def _uses(module: nn.Module) -> Iterator[int]:
-    """Identities of the parameters and column groups that a module has part in."""
+    """Identities of the parameters and column groups that a module uses."""
     for _, parameter in module.named_parameters(remove_duplicate=False):
         yield id(parameter)
     for _, part in module.named_modules(remove_duplicate=False):
@@ -64,7 +64,7 @@ def _uses(module: nn.Module) -> Iterator[int]:
 
 
 def ends(model: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
-    """The token embeddings and the head of a language model; None for what a model has not."""
+    """The token embeddings and the head of a language model; None for what a model lacks."""
     if not isinstance(model, PreTrainedModel) or not model.can_generate():
         return None, None
     return model.get_input_embeddings(), model.get_output_embeddings()
@@ -79,7 +79,7 @@ def _by_size(model: nn.Module, smallest: int, is_closed: Callable[[nn.Module], b
             left = set(module.parameters())
         else:
             left = set(module.parameters(recurse=False)).union(*map(left_in, module.children()))
-        runs = type(module).forward is not nn.Module.forward  # Not so a ModuleList, which nothing would gather.
+        runs = type(module).forward is not nn.Module.forward  # A ModuleList does not, and nothing would gather it.
         if runs and sum(p.numel() for p in left) >= smallest and is_closed(module):
             chosen.add(module)
             return set()
@@ -90,10 +90,10 @@ def _by_size(model: nn.Module, smallest: int, is_closed: Callable[[nn.Module], b
 
 
 def _no_such_class(model: nn.Module, missing: set[str]) -> ConfigError:
-    there = sorted({type(module).__name__ for module in model.modules() if module is not model})
+    present = sorted({type(module).__name__ for module in model.modules() if module is not model})
     return ConfigError(
         f"{type(model).__name__} has no module of class {', '.join(sorted(missing)) or '(it names none itself)'}",
-        f"transformer_based_wrap gathers by the model's own classes, here {', '.join(there)}",
+        f"transformer_based_wrap gathers by the model's own classes, here {', '.join(present)}",
         "set fsdp.transformer_layer_cls_to_wrap to the classes of its blocks, or fsdp.auto_wrap_policy to "
         "size_based_wrap",
     )

@@ -73,7 +73,7 @@ def with_partial_gradients(out):
 @pytest.mark.case("I4")
 def test_gradients_that_nobody_sums_make_copies_drift(world, tmp_path):
     for text in world(with_partial_gradients, 2, tmp_path):
-        assert "norm.weight" in text and "of 5 parameters that they have copies of" in text
+        assert "norm.weight" in text and "of 5 parameters that they hold replicas of" in text
 
 
 def begun(out, engines):

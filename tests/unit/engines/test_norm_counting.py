@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ds_trainer.engines.deepspeed.mpu import counts_in_norm
-from ds_trainer.engines.introspect import tensor_ranks
+from ds_trainer.engines.introspect import measured_tp_size
 from ds_trainer.errors import EngineError
 from ds_trainer.layout import TensorSharding
 from ds_trainer.parallel.model_split import ModelSplit
@@ -56,9 +56,9 @@ def test_each_element_counts_on_one_rank(name, shards):
 def test_the_tensor_ranks_of_a_model_are_those_over_which_each_planned_parameter_is_really_cut():
     split = ModelSplit({"a": SHARDINGS["rows"], "b": SHARDINGS["an odd vocabulary"]})
     a, b, whole = torch.empty(4, 3), torch.empty(4, 3), torch.empty(7, 3)
-    assert tensor_ranks(split, {"a": a, "b": b, "norm": torch.empty(3)}.items()) == 2
-    assert tensor_ranks(split, {"a": a, "b": whole}.items()) == 1
-    assert tensor_ranks(ModelSplit(), {"norm": torch.empty(3)}.items()) == 1
+    assert measured_tp_size(split, {"a": a, "b": b, "norm": torch.empty(3)}.items()) == 2
+    assert measured_tp_size(split, {"a": a, "b": whole}.items()) == 1
+    assert measured_tp_size(ModelSplit(), {"norm": torch.empty(3)}.items()) == 1
 
 
 def test_what_is_not_cut_counts_on_tensor_rank_0():
@@ -75,5 +75,5 @@ def test_deepspeed_is_told_of_whole_parameters(name):
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_deepspeed_cannot_count_copies_inside_of_a_packed_parameter(rank):
-    with pytest.raises(EngineError, match="of qkv tensor ranks hold one part each and copies of another"):
+    with pytest.raises(EngineError, match="of qkv each tensor-parallel rank holds a shard and a replica of another"):
         counts_in_norm("qkv", ModelSplit({"qkv": PACKED}, rank))
