@@ -13,13 +13,13 @@ _Row = tuple[str, str, str, str]
 
 _INDENT = "    "
 _WIDEST = 72
-"""Characters to which the columns are aligned; a longer cell pushes its own line only."""
+"""Most characters to which columns are aligned; a longer cell shifts its own line only."""
 
 
 def report(found: Imported, width: int | None = None) -> str:
-    """`outcome  key = value -> keys here  note` line by line, aligned, and a last line that counts.
+    """`outcome  key = value -> keys here  note` line by line, aligned, and a last line with counts.
 
-    What is the launcher's stands in one line of its own: nothing of the training is lost with it.
+    The launcher's keys share one line: they do not affect the training.
 
     Args:
         found: The import.
@@ -53,7 +53,7 @@ def _with_note_below(outcome: str, file_side: str, ours: str, note: str, width: 
 
 
 def _wrapped(text: str, width: int, first: str = "") -> str:
-    """Text in lines of a width, the later ones indented; words, such as paths and keys, stay whole."""
+    """Text in lines of a width, the later ones indented; words such as paths and keys are not broken."""
     wrapper = TextWrapper(
         width, initial_indent=first, subsequent_indent=_INDENT, break_long_words=False, break_on_hyphens=False
     )

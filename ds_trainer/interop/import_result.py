@@ -1,4 +1,4 @@
-"""What an import of another tool's config found: the unified JSON, and the outcome of every line of the file. Pure."""
+"""The result of importing another tool's config: the unified JSON, and the outcome of every key of it. Pure."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from ds_trainer.config.keys import assign
 Outcome = Literal["carried", "changed", "dropped"]
 
 LAUNCHERS = "give them to `ds-trainer train --nproc`, torchrun or accelerate launch"
-"""Note of a key that says where ranks are started, and nothing about the training."""
+"""Note of a key that is about starting ranks, and not about the training."""
 
 
 @dataclass(frozen=True)
 class ImportLine:
-    """What became of one key of the file.
+    """The outcome of one key of the file.
 
     Args:
         key: The file's dotted key.
@@ -24,7 +24,7 @@ class ImportLine:
         outcome: `carried`: means the same here. `changed`: carried, but `note` says what differs. `dropped`: cannot be
             carried; `note` says why and what to do.
         ours: Dotted keys here that it led to.
-        note: One line for people; empty where there is nothing to say.
+        note: One line of explanation, or empty.
     """
 
     key: str
@@ -36,7 +36,7 @@ class ImportLine:
 
 @dataclass
 class Imported:
-    """A config in the making, with its report.
+    """The unified JSON of an import so far, with its report.
 
     Args:
         tree: The unified JSON so far.
@@ -53,7 +53,7 @@ class Imported:
             key: The file's dotted key.
             value: Its value there.
             ours: Our dotted key -> value.
-            note: What to tell people.
+            note: One line of explanation.
             changed: Whether it means something else here.
         """
         for name, item in ours.items():
@@ -61,15 +61,15 @@ class Imported:
         self.lines.append(ImportLine(key, value, "changed" if changed else "carried", tuple(ours), note))
 
     def keep(self, key: str, ours: dict[str, Any], note: str, changed: bool = False) -> None:
-        """Sets our keys to what the other tool does where its file says nothing; the line has no value.
+        """Sets our keys to the other tool's default for a key that its file lacks; the line has no value.
 
         Args:
             key: The key that the file could have had.
             ours: Our dotted key -> value.
-            note: What to tell people.
+            note: One line of explanation.
             changed: Whether it means something else here.
         """
-        self.lines = [line for line in self.lines if line.key != key]  # that of a null
+        self.lines = [line for line in self.lines if line.key != key]  # a line for a null
         self.carry(key, None, ours, note, changed)
 
     def drop(self, key: str, value: Any, note: str) -> None:

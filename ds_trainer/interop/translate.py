@@ -27,11 +27,11 @@ OPTIONS = {"standalone": ("deepspeed",), "python": ("accelerate", "hf")}
 
 @dataclass(frozen=True)
 class Translation:
-    """A run in another tool's words.
+    """A run as another tool's config.
 
     Args:
         text: The file.
-        notes: What the tool cannot say, one line each.
+        notes: Settings that the tool cannot express, one line each.
     """
 
     text: str
@@ -47,7 +47,7 @@ def engine_overrides(config: RunConfig, origins: Mapping[str, str], to: str) -> 
         to: One of `TARGETS`.
 
     Raises:
-        ConfigError: accelerate cannot say what the run does.
+        ConfigError: accelerate cannot express the run.
     """
     now = backend(config)
     for axis in ("tp", "pp"):
@@ -63,16 +63,16 @@ def engine_overrides(config: RunConfig, origins: Mapping[str, str], to: str) -> 
     overrides = [f"parallel.engine={to}"]
     if config.parallel.engine == "accelerate":
         overrides.append("accelerate=null")
-    said = [key for key, place in origins.items() if key.startswith("zero.") and place != "default"]
-    if (now, to) == ("deepspeed", "fsdp2") and "zero.stage" not in said:
+    user_keys = [key for key, place in origins.items() if key.startswith("zero.") and place != "default"]
+    if (now, to) == ("deepspeed", "fsdp2") and "zero.stage" not in user_keys:
         overrides.append(f"zero.stage={config.zero.stage}")  # The default stage is meant too.
-    if (now, to) == ("deepspeed", "ddp") and said == ["zero.stage"] and config.zero.stage == 0:
+    if (now, to) == ("deepspeed", "ddp") and user_keys == ["zero.stage"] and config.zero.stage == 0:
         overrides.append("zero=null")  # Stage 0 is what DDP does.
     return overrides
 
 
 def translate(resolved: ResolvedConfig, to: str, *, python: bool = False, standalone: bool = False) -> Translation:
-    """A run that is on the engine of a target, in the target's words.
+    """The config of a target tool for a run that is on the target's engine.
 
     Args:
         resolved: The run.
@@ -90,10 +90,10 @@ def translate(resolved: ResolvedConfig, to: str, *, python: bool = False, standa
             return Translation(ddp_snippet(resolved).rstrip("\n"))
         case "accelerate":
             if python:
-                return Translation(accelerate_snippet(resolved).rstrip("\n"))  # It has its notes as comments.
+                return Translation(accelerate_snippet(resolved).rstrip("\n"))  # Its comments are the notes.
             return Translation(yaml.safe_dump(to_accelerate_yaml(resolved)).rstrip("\n"), accelerate_notes(resolved))
         case _:
-            said = to_hf(resolved)
-            native = {} if said.deepspeed is None else {"deepspeed": said.deepspeed}
-            text = hf_snippet(resolved) if python else json.dumps(said.arguments | native, indent=2)
-            return Translation(text.rstrip("\n"), said.notes)
+            hf = to_hf(resolved)
+            native = {} if hf.deepspeed is None else {"deepspeed": hf.deepspeed}
+            text = hf_snippet(resolved) if python else json.dumps(hf.arguments | native, indent=2)
+            return Translation(text.rstrip("\n"), hf.notes)

@@ -1,4 +1,4 @@
-"""The words that accelerate and FSDP know, where a key takes one of a few. Pure.
+"""The values that accelerate and FSDP accept for keys with a fixed set of values. Pure.
 
 Source: accelerate 1.15, utils/constants.py and utils/dataclasses.py.
 """
@@ -11,7 +11,7 @@ from typing import Any
 from ds_trainer.errors import ConfigError, ConfigErrors
 
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
-"""How FSDP1 cuts; a number counts them from 1."""
+"""FSDP1's sharding strategies; a number counts them from 1."""
 
 _DEVICES = ("NPU", "MLU", "SDAA", "MUSA", "XPU", "HPU", "NEURON")
 _PREFETCHES = ("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH")
@@ -40,11 +40,11 @@ FSDP_ENUM_VALUES = {
 }
 _FSDP1_ENUM_VALUES = {"sharding_strategy": STRATEGIES, "reshard_after_forward": (*STRATEGIES, "true", "false")}
 _COUNTED = ("sharding_strategy", "reshard_after_forward", "backward_prefetch")
-"""Keys that take the number of a word, from 1, too."""
+"""Keys that also take the number of a value, from 1."""
 
 
 def check_enum_values(native: Mapping[str, Any]) -> None:
-    """Refuses a word that accelerate does not know, outside `fsdp_config`.
+    """Refuses values that accelerate does not accept, outside `fsdp_config`.
 
     Raises:
         ConfigErrors: Every one.
@@ -59,7 +59,7 @@ def check_enum_values(native: Mapping[str, Any]) -> None:
 
 
 def check_fsdp_enum_values(section: Mapping[str, Any], is_fsdp2: bool) -> None:
-    """Refuses a word that FSDP does not know.
+    """Refuses values that FSDP does not accept.
 
     Args:
         section: The FSDP section, its keys without `fsdp_`.
@@ -68,21 +68,23 @@ def check_fsdp_enum_values(section: Mapping[str, Any], is_fsdp2: bool) -> None:
     Raises:
         ConfigErrors: Every one.
     """
-    words = FSDP_ENUM_VALUES if is_fsdp2 else FSDP_ENUM_VALUES | _FSDP1_ENUM_VALUES
-    _refuse(_unknown(section, words, "fsdp_config.fsdp_"))
+    values = FSDP_ENUM_VALUES if is_fsdp2 else FSDP_ENUM_VALUES | _FSDP1_ENUM_VALUES
+    _refuse(_unknown(section, values, "fsdp_config.fsdp_"))
 
 
-def _unknown(said: Mapping[str, Any], words: Mapping[str, tuple[str, ...]], prefix: str = "") -> Iterator[ConfigError]:
-    for name, item in said.items():
-        if name not in words or item in (None, {}, []):
+def _unknown(
+    section: Mapping[str, Any], values: Mapping[str, tuple[str, ...]], prefix: str = ""
+) -> Iterator[ConfigError]:
+    for name, item in section.items():
+        if name not in values or item in (None, {}, []):
             continue
-        known = list(words[name])
+        known = list(values[name])
         numbers = [str(number) for number in range(1, len(known) + 1)] if name in _COUNTED else []
         text = "no" if item is False and "no" in map(str.lower, known) else str(item)
-        if text.lower() not in [word.lower() for word in known + numbers]:
+        if text.lower() not in [value.lower() for value in known + numbers]:
             yield ConfigError(
                 f"{prefix}{name} is {item!r}",
-                f"accelerate knows {', '.join(known)}",
+                f"accelerate accepts {', '.join(known)}",
                 f"set {prefix}{name} to one of these",
             )
 

@@ -15,22 +15,22 @@ from ds_trainer.interop.import_result import Imported
 _KEEPS_GATHERED = ("SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2")
 _HYBRID = ("HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
 
-_ONLY_FSDP2 = "FSDP2 takes the place of FSDP1, and cuts the same"
+_ONLY_FSDP2 = "FSDP2 takes the place of FSDP1, and shards the same"
 _GONE = {
     "backward_prefetch": "FSDP2 gathers the next block ahead by itself; see fsdp.prefetch_depth",
     "use_orig_params": "FSDP2 always keeps the model's own parameters; there is nothing to do",
     "sync_module_states": "each rank reads its own slices, so that there is nothing to send; there is nothing to do",
-    "state_dict_type": "ds_trainer writes sharded checkpoints, and whole weights at the end: checkpoint.export",
-    "ignored_modules": "fsdp2 cuts every parameter; there is no key for it",
+    "state_dict_type": "ds_trainer writes sharded checkpoints, and full weights at the end: checkpoint.export",
+    "ignored_modules": "fsdp2 shards every parameter; there is no key for it",
 }
-"""Key -> why nothing here stands for it."""
+"""Key -> why no key here corresponds to it."""
 
 
 def fsdp_engine(native: Mapping[str, Any]) -> str:
     """What runs an FSDP config: FSDP1's NO_SHARD is DDP.
 
     Raises:
-        ConfigErrors: It has words that FSDP does not know.
+        ConfigErrors: It has values that FSDP does not accept.
     """
     check_fsdp_enum_values(_section(native), is_fsdp2=_version(_section(native)) == 2)
     return "ddp" if _strategy(_section(native)) == "NO_SHARD" else "fsdp2"
@@ -51,7 +51,7 @@ def carry_fsdp(found: Imported, native: Mapping[str, Any], key: str, item: Any) 
     elif name in ("sharding_strategy", "reshard_after_forward"):
         _carry_strategy(found, native, key, item)
     elif _strategy(section) == "NO_SHARD":
-        found.drop(key, item, "NO_SHARD is ddp, which cuts nothing: nothing is lost")
+        found.drop(key, item, "NO_SHARD is ddp, which shards nothing: nothing is lost")
     elif name == "version":
         is_fsdp2 = _version(section) == 2
         found.carry(key, item, {}, "fsdp2 is FSDP2" if is_fsdp2 else _ONLY_FSDP2, changed=not is_fsdp2)
@@ -76,9 +76,9 @@ def carry_parallelism(found: Imported, key: str, item: Any) -> None:
     elif name.endswith("_size") and item == 1:
         found.carry(key, item, {}, "there is none here either")
     elif name == "tp_size":
-        found.carry(key, item, {"parallel.tp": item}, "ds_trainer cuts the layers, on the engine itself")
+        found.carry(key, item, {"parallel.tp": item}, "ds_trainer shards the layers, on the engine itself")
     else:
-        found.drop(key, item, "sequences are not cut over ranks here; put its ranks into parallel.dp_shard")
+        found.drop(key, item, "sequences are not sharded over ranks here; add these ranks to parallel.dp_shard")
 
 
 def keep_fsdp_defaults(found: Imported, native: Mapping[str, Any]) -> None:
@@ -107,11 +107,11 @@ def _version(section: Mapping[str, Any]) -> int:
 
 
 def _strategy(section: Mapping[str, Any]) -> str | None:
-    """FSDP1's word for how much is cut; None for an FSDP2 section, which has a switch instead."""
+    """FSDP1's sharding strategy; None for an FSDP2 section, which has a switch instead."""
     if _version(section) == 2:
         return None
-    said = str(section.get("sharding_strategy", section.get("reshard_after_forward", "FULL_SHARD"))).upper()
-    return dict(zip("12345", STRATEGIES, strict=True)).get(said, said)
+    strategy = str(section.get("sharding_strategy", section.get("reshard_after_forward", "FULL_SHARD"))).upper()
+    return dict(zip("12345", STRATEGIES, strict=True)).get(strategy, strategy)
 
 
 def _carry_strategy(found: Imported, native: Mapping[str, Any], key: str, item: Any) -> None:
@@ -131,7 +131,7 @@ def _carry_strategy(found: Imported, native: Mapping[str, Any], key: str, item: 
         note = ""
         if strategy in _HYBRID:
             ours["parallel.dp_replicate"] = machines
-            note = f"one copy of the model on each machine: num_machines is {machines}"
+            note = f"one replica of the model on each machine: num_machines is {machines}"
         found.carry(key, item, ours, note)
 
 

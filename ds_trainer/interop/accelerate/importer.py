@@ -69,14 +69,14 @@ _OWN = {
     "debug": (False, "accelerate's own, a check of what ranks send; there is nothing to set"),
     "main_training_function": ("main", "accelerate's own, for notebooks; ds-trainer train or Trainer.train runs"),
 }
-"""Key -> the value that asks for nothing, and what it is."""
+"""Key -> the value without effect, and what the key is about."""
 
 _NOT_HERE = {
     "fp8_config": "there is no fp8 here; precision.dtype is bf16 at the least",
     "ipex_config": "ds_trainer runs on a CPU with torch alone",
     "mpirun_config": LAUNCHERS,
 }
-"""Section -> why it is dropped as a whole."""
+"""Section -> why it is dropped."""
 
 _ENGINES = {"DEEPSPEED": "deepspeed", "FSDP": "fsdp2", "MULTI_CPU": "ddp", "MULTI_GPU": "ddp", "NO": "ddp"}
 _SECTION_OF = {
@@ -108,7 +108,7 @@ def from_accelerate(native: Mapping[str, Any], folder: Path) -> Imported:
         folder: Where it lies: `deepspeed_config_file` is looked for there, then in the working directory.
 
     Raises:
-        ConfigError: It names no `distributed_type`, a word that accelerate does not know, or a `deepspeed_config_file`
+        ConfigError: It has no `distributed_type`, a value that accelerate does not accept, or a `deepspeed_config_file`
             that cannot be read.
     """
     native = _switches(native)
@@ -119,7 +119,7 @@ def from_accelerate(native: Mapping[str, Any], folder: Path) -> Imported:
         assign(found.tree, "parallel.engine", engine)
     flat = flatten(native)
     if kind == "DEEPSPEED":
-        # Its file has the first say about the number format: accelerate fills in only what that leaves open.
+        # Its file decides the dtype first: accelerate fills in only what that file leaves open.
         _carry_deepspeed(found, flatten(native.get("deepspeed_config") or {}), folder)
         flat = {key: item for key, item in flat.items() if not key.startswith("deepspeed_config.")}
     for key, item in flat.items():
@@ -156,12 +156,12 @@ def _engine(native: Mapping[str, Any], kind: str) -> str | None:
 
 
 def _text(item: Any) -> str:
-    """What stands in the file: YAML reads an unquoted `NO` as false."""
+    """The text of the file: YAML reads an unquoted `NO` as false."""
     return "no" if item is False else str(item)
 
 
 def _switches(node: Any) -> Any:
-    """The tree with quoted switches as switches, which is how accelerate reads them."""
+    """The tree with quoted booleans as booleans, as accelerate reads them."""
     if isinstance(node, Mapping):
         return {str(name): _switches(item) for name, item in node.items()}
     return {"true": True, "false": False}.get(node.lower(), node) if isinstance(node, str) else node
@@ -232,21 +232,21 @@ def _carry_kind(found: Imported, kind: str, item: Any) -> None:
         found.carry(key, item, {"parallel.engine": "ddp"}, "ds_trainer runs on CPU and CUDA devices", changed=True)
     else:
         found.drop(
-            key, item, "no engine of ds_trainer is like it; set parallel.engine, which is deepspeed until you do"
+            key, item, "no engine of ds_trainer corresponds to it; set parallel.engine, which is deepspeed until you do"
         )
 
 
 def _carry_megatron(found: Imported, native: Mapping[str, Any], key: str, item: Any) -> None:
-    """What of Megatron-LM's settings is there on the engines here as well."""
+    """Adds the line of a Megatron-LM setting; some exist on the engines here as well."""
     section = native["megatron_lm_config"]
-    cuts = section.get("megatron_lm_tp_degree", 1) != 1
+    is_sharded = section.get("megatron_lm_tp_degree", 1) != 1
     has_stages = section.get("megatron_lm_pp_degree", 1) != 1
     match key.rpartition(".")[2].removeprefix("megatron_lm_"):
         case "tp_degree":
-            found.carry(key, item, {"parallel.tp": item}, "ds_trainer cuts the layers, on the engine itself")
+            found.carry(key, item, {"parallel.tp": item}, "ds_trainer shards the layers, on the engine itself")
         case "sequence_parallelism":
-            note = "" if cuts else "there is nothing to cut at megatron_lm_tp_degree 1"
-            found.carry(key, item, {"parallel.sequence_parallel": item} if cuts else {}, note)
+            note = "" if is_sharded else "there is nothing to shard at megatron_lm_tp_degree 1"
+            found.carry(key, item, {"parallel.sequence_parallel": item} if is_sharded else {}, note)
         case "pp_degree":
             note = "ds_trainer runs the stages, on the engine itself" if has_stages else "there is none here either"
             found.carry(key, item, {"parallel.pp": item} if has_stages else {}, note)
@@ -256,7 +256,7 @@ def _carry_megatron(found: Imported, native: Mapping[str, Any], key: str, item: 
             stages = "the number of layers / (this number x parallel.pp)"
             found.drop(key, item, f"set parallel.schedule to interleaved_1f1b and parallel.virtual_stages to {stages}")
         case "decoder_last_pipeline_num_layers":
-            found.drop(key, item, "stages are balanced by what their layers cost; parallel.pp_split deals them out")
+            found.drop(key, item, "stages are balanced by what their layers cost; parallel.pp_split assigns them")
         case _:
             found.drop(key, item, "Megatron-LM is no engine of ds_trainer; set parallel.engine")
 
@@ -264,9 +264,9 @@ def _carry_megatron(found: Imported, native: Mapping[str, Any], key: str, item: 
 def _carry_mixed_precision(found: Imported, item: Any, key: str = "mixed_precision") -> None:
     text = _text(item).lower()
     if text == "no":
-        is_said = any("precision.dtype" in line.ours for line in found.lines)
-        note = "the DeepSpeed JSON says the number format" if is_said else ""
-        found.carry(key, item, {} if is_said else {"precision.dtype": "fp32"}, note)
+        is_set = any("precision.dtype" in line.ours for line in found.lines)
+        note = "the DeepSpeed JSON sets the dtype" if is_set else ""
+        found.carry(key, item, {} if is_set else {"precision.dtype": "fp32"}, note)
     elif text == "fp8":
         found.carry(key, item, {"precision.dtype": "bf16"}, "there is no fp8 here: bf16 is used", changed=True)
     else:
@@ -292,20 +292,20 @@ def _carry_dynamo(found: Imported, native: Mapping[str, Any], key: str, item: An
 
 def _carry_deepspeed(found: Imported, section: Mapping[str, Any], folder: Path) -> None:
     """Lines of `deepspeed_config`, by the tables of a DeepSpeed JSON."""
-    said = {_INLINE[name]: item for name, item in section.items() if name in _INLINE and item is not None}
+    inline = {_INLINE[name]: item for name, item in section.items() if name in _INLINE and item is not None}
     file, stage = section.get("deepspeed_config_file"), _INLINE["zero_stage"]
     native: dict[str, Any] = {}
-    for key, item in said.items():
+    for key, item in inline.items():
         assign(native, key, item)
-    if file is None and stage not in said:
+    if file is None and stage not in inline:
         assign(native, stage, 2)
     names = {native_key: f"deepspeed_config.{name}" for name, native_key in _INLINE.items()}
     for line in _take(found, read_deepspeed(native)):
-        if line.key not in said:
+        if line.key not in inline:
             line = replace(line, value=None, note="accelerate's default: 2")
         found.lines.append(replace(line, key=names[line.key]))
     for name, item in section.items():
-        if _INLINE.get(name) not in said and not (name == "zero_stage" and file is None):
+        if _INLINE.get(name) not in inline and not (name == "zero_stage" and file is None):
             _carry_deepspeed_other(found, f"deepspeed_config.{name}", name, item)
     if file is not None:
         beside, path = folder / str(file), Path(str(file))
@@ -327,7 +327,7 @@ def _carry_deepspeed_other(found: Imported, key: str, name: str, item: Any) -> N
 
 
 def _take(found: Imported, other: Imported) -> list[ImportLine]:
-    """Lays another import's keys over the tree, and hands back its lines."""
+    """Adds another import's keys to the tree, and returns its lines."""
     for key, item in flatten(other.tree).items():
         assign(found.tree, key, item)
     return other.lines

@@ -1,6 +1,6 @@
-"""What of a run accelerate cannot say, one line each. Pure.
+"""Settings of a run that accelerate cannot express, one line each. Pure.
 
-accelerate's file says how to launch and how to wrap a model; the rest belongs to the script that it starts.
+accelerate's file is about launching and wrapping a model; the rest belongs to the script that it starts.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ _ON_CPU = {
 
 
 def accelerate_notes(resolved: ResolvedConfig) -> list[str]:
-    """What accelerate's YAML cannot say."""
+    """Settings that accelerate's YAML cannot express."""
     return script_notes(resolved) + _file_notes(resolved)
 
 
 def script_notes(resolved: ResolvedConfig) -> list[str]:
-    """What neither the file nor the plugins can say: the script does it, or it is lost."""
+    """Settings that neither the file nor the plugins can express: the script does them, or they are lost."""
     config, on = resolved.config, backend(resolved.config)
     notes = [
         f"batch.micro_size {config.batch.micro_size}, optimizer, schedule, data and seed are the script's",
@@ -36,7 +36,7 @@ def script_notes(resolved: ResolvedConfig) -> list[str]:
     elif config.model.gradient_checkpointing:
         notes.append("model.gradient_checkpointing: call model.gradient_checkpointing_enable() in the script")
     if config.loss.chunk_tokens:
-        notes.append("loss.chunk_tokens: a script of one's own computes all logits at once")
+        notes.append("loss.chunk_tokens: the script computes all logits at once")
     if on == "fsdp2":
         notes.append("accelerate keeps the final norm and the head gathered, whatever reshard_after_forward says")
         if type(reshard := config.fsdp.reshard_after_forward) is int:
@@ -49,7 +49,7 @@ def script_notes(resolved: ResolvedConfig) -> list[str]:
 
 
 def python_notes(resolved: ResolvedConfig) -> list[str]:
-    """What the plugins in Python say in a way that surprises."""
+    """Surprising arguments of the plugins."""
     config, on = resolved.config, backend(resolved.config)
     if on == "deepspeed" and config.precision.dtype != "fp32":
         return [f"mixed_precision is 'no' because DEEPSPEED itself says {config.precision.dtype}"]
@@ -62,7 +62,7 @@ def python_notes(resolved: ResolvedConfig) -> list[str]:
 
 
 def _file_notes(resolved: ResolvedConfig) -> list[str]:
-    """What the plugins can be told in Python only."""
+    """Settings that only the plugins in Python can express."""
     config, on = resolved.config, backend(resolved.config)
     launch = (
         f"num_processes {resolved.machine.world} on num_machines 1: num_machines, machine_rank and main_process_ip are "
@@ -76,14 +76,14 @@ def _file_notes(resolved: ResolvedConfig) -> list[str]:
             "translate --to deepspeed) and name it as deepspeed_config_file",
         ]
     accumulation = f"batch.accumulation {config.batch.accumulation}"
-    notes = [*start, f"{accumulation}: accelerate launch does not hand it on; use the Python"]
+    notes = [*start, f"{accumulation}: accelerate launch does not pass it on; use the Python"]
     if on == "ddp":
         notes.append("ddp.*: use the Python, which makes DistributedDataParallelKwargs")
         return notes
     arguments = fsdp2_arguments(resolved)
     if arguments.reduce_dtype != (arguments.param_dtype or "fp32"):
-        formats = f"{arguments.param_dtype}, and not in {arguments.reduce_dtype}"
-        notes.append(f"precision.communication_data_type: the file alone reduces in {formats}; use the Python")
+        dtypes = f"{arguments.param_dtype}, and not in {arguments.reduce_dtype}"
+        notes.append(f"precision.communication_data_type: the file alone reduces in {dtypes}; use the Python")
     if arguments.cpu_offload and not arguments.pin_memory:
         notes.append("fsdp.pin_memory false: the file alone pins the memory; use the Python")
     return notes

@@ -57,8 +57,8 @@ def accelerate_snippet(resolved: ResolvedConfig) -> str:
 
 def _policies(resolved: ResolvedConfig) -> dict[str, str]:
     arguments = fsdp2_arguments(resolved)
-    formats = {"param_dtype": arguments.param_dtype, "reduce_dtype": arguments.reduce_dtype}
-    dtypes = {name: _TORCH_DTYPES[dtype] for name, dtype in formats.items()}
+    names = {"param_dtype": arguments.param_dtype, "reduce_dtype": arguments.reduce_dtype}
+    dtypes = {name: _TORCH_DTYPES[dtype] for name, dtype in names.items()}
     policies = {"mixed_precision_policy": _call("MixedPrecisionPolicy", dtypes)}
     if arguments.cpu_offload:
         policies["cpu_offload"] = _call("CPUOffloadPolicy", {"pin_memory": repr(arguments.pin_memory)})
@@ -66,7 +66,7 @@ def _policies(resolved: ResolvedConfig) -> dict[str, str]:
 
 
 def _comm_hook(ddp: Mapping[str, Any]) -> dict[str, str]:
-    """A hook that is named by a string would be ignored."""
+    """The hook as an enum: accelerate ignores a string."""
     return {"comm_hook": f"DDPCommunicationHookType({ddp['comm_hook']!r})"} if "comm_hook" in ddp else {}
 
 

@@ -21,7 +21,7 @@ OPTIMIZER_KEYS = {
     "scheduler.params.total_num_steps": "run.max_steps",
     "scheduler.params.cos_min_ratio": "schedule.min_lr_ratio",
 }
-"""Native dotted key of the two sections -> the unified key that stands for it."""
+"""Native dotted key of the two sections -> the unified key that corresponds to it."""
 
 _READS = {
     "adamw": ("lr", "betas", "eps", "weight_decay"),
@@ -41,7 +41,7 @@ _ANYWAY = {
     "scheduler.params.warmup_type": ("linear", "the warm-up is linear"),
     "scheduler.params.last_batch_iteration": (-1, "the schedule begins at the first step"),
 }
-"""Key -> the value that says what happens here in any case, and what that is."""
+"""Key -> the value that describes what happens here in any case, and a note."""
 
 _SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 _SCHEDULE_READS = {

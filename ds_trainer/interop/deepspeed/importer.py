@@ -44,10 +44,10 @@ _REPLACED: dict[str, tuple[str, dict[bool, Any]]] = {
     f"{_ZERO}.cpu_offload_params": (f"{_ZERO}.offload_param.device", {True: "cpu", False: "none"}),
     "fp32_allreduce": ("communication_data_type", {True: "fp32", False: None}),
 }
-"""Switch of old files -> the key that took its place, and the value that each of its states stands for."""
+"""Switch of old files -> the key that took its place, and the value for each of its states."""
 
 _NESTED_AIO = f"{_ZERO}.aio."
-"""Where documentation of Hugging Face once had the section."""
+"""Place of the section in older documentation of Hugging Face."""
 
 _DTYPES = {
     **dict.fromkeys(("fp32", "float32", "float", "torch.float32"), "fp32"),
@@ -60,24 +60,24 @@ _ANYWAY = {
     "zero_force_ds_cpu_optimizer": (True, "DeepSpeed's CPU optimizer updates what is offloaded, where it has one"),
     "bf16.check_grad_overflow": (True, "a gradient that is not finite never reaches the weights: run.on_non_finite"),
     "fp16.loss_scale": (0, "the loss scale is dynamic"),
-    f"{_ZERO}.stage3_gather_16bit_weights_on_model_save": (True, "the export writes whole weights: checkpoint.export"),
-    "fp16.fp16_master_weights_and_grads": (False, "masters are always fp32"),
-    "bf16.bf16_master_weights_and_grads": (False, "masters are always fp32"),
+    f"{_ZERO}.stage3_gather_16bit_weights_on_model_save": (True, "the export writes full weights: checkpoint.export"),
+    "fp16.fp16_master_weights_and_grads": (False, "master weights are always fp32"),
+    "bf16.bf16_master_weights_and_grads": (False, "master weights are always fp32"),
     "bf16.bf16_optimizer_states": (False, "optimizer states are always fp32"),
 }
-"""Key -> the value that says what happens here in any case, and what that is."""
+"""Key -> the value that describes what happens here in any case, and a note."""
 
 _LAYERS = "tensor_parallel."
-_BY_PLAN = "which layers are cut, and how, is said by the plan of the model's type, or by parallel.tp_plan"
+_BY_PLAN = "the plan of the model's type, or parallel.tp_plan, says which layers are sharded, and how"
 _AUTO_TP: dict[str, tuple[Any, str]] = {
     "tp_overlap_comm": (True, "weight gradients are computed while input gradients are summed"),
-    "vocab_parallel_lm_head": (True, "head and loss are cut over the vocabulary wherever the plan cuts the head"),
+    "vocab_parallel_lm_head": (True, "head and loss are sharded over the vocabulary wherever the plan shards the head"),
     "vocab_parallel_ce_backend": ("torch", "cross entropy is ds_trainer's own"),
 }
-"""Key of AutoTP -> the value that says what happens here in any case, and what that is."""
+"""Key of AutoTP -> the value that describes what happens here in any case, and a note."""
 
 _AUTO_TP_GONE = {
-    "dtype": "the number format is precision.dtype",
+    "dtype": "the dtype is precision.dtype",
     "keep_module_on_host": "each rank reads only its slices of the weights",
     **dict.fromkeys(("partition_config", "preset_model", "injection_policy_tuple"), _BY_PLAN),
     **dict.fromkeys(("tp", "tensor_parallel"), "DeepSpeed does not read it in training: nothing is lost"),
@@ -91,21 +91,21 @@ _PIPELINE_GONE = {
     "use_reentrant": "layers are recomputed without re-entering autograd: nothing is lost",
     **dict.fromkeys(
         ("pipe_partitioned", "grad_partitioned"),
-        "what stages send one another is cut over the tensor-parallel ranks with parallel.sequence_parallel",
+        "activations between stages are sharded over the tensor-parallel ranks with parallel.sequence_parallel",
     ),
 }
 """Key of DeepSpeed's pipeline -> why it is left out."""
 
 _OURS = unified_keys() | OPTIMIZER_KEYS
-_FORMATS = ("bf16", "fp16", "torch_autocast", "amp")
+_DTYPE_SECTIONS = ("bf16", "fp16", "torch_autocast", "amp")
 
 
 def from_deepspeed(native: Mapping[str, Any], name: str = "") -> Imported:
     """The unified JSON of a DeepSpeed JSON, with a line for each of its keys.
 
     Args:
-        native: The JSON as it stands in the file.
-        name: What precedes its keys in the report; empty where the file stands for itself.
+        native: The JSON of the file.
+        name: Prefix of its keys in the report; empty where it is the imported file itself.
 
     Raises:
         ConfigError: It switches on both fp16 and bf16.
@@ -116,24 +116,24 @@ def from_deepspeed(native: Mapping[str, Any], name: str = "") -> Imported:
 
 
 def read_deepspeed(native: Mapping[str, Any], name: str = "") -> Imported:
-    """As `from_deepspeed`, before DeepSpeed's defaults are kept: another file may have a say in them.
+    """As `from_deepspeed`, without DeepSpeed's defaults: another file may set those keys.
 
     Raises:
         ConfigError: It switches on both fp16 and bf16.
     """
     found = Imported()
     assign(found.tree, "parallel.engine", "deepspeed")
-    written = {key: _whole(item) for key, item in flatten(native).items()}
-    today = {key: _today(key, item) for key, item in written.items()}
-    # An old form beside today's is not read.
+    written = {key: _as_integer(item) for key, item in flatten(native).items()}
+    today = {key: _current(key, item) for key, item in written.items()}
+    # DeepSpeed does not read an old form beside the current one.
     today = {key: named if named[0] not in written else (key, written[key]) for key, named in today.items()}
     flat = dict(today.values())
-    _check_formats(flat)
-    for key, (name_today, item) in today.items():
-        _carry(found, flat, name_today, item)
-        if name_today != key:
+    _check_one_dtype(flat)
+    for key, (current_name, item) in today.items():
+        _carry(found, flat, current_name, item)
+        if current_name != key:
             line = found.lines.pop()
-            note = "; ".join(filter(None, (_renaming(key, name_today), line.note)))
+            note = "; ".join(filter(None, (_renaming(key, current_name), line.note)))
             found.lines.append(replace(line, key=key, value=written[key], note=note))
     keep_optimizer_defaults(found, flat)
     if name:
@@ -141,23 +141,23 @@ def read_deepspeed(native: Mapping[str, Any], name: str = "") -> Imported:
     return found
 
 
-def _check_formats(flat: Native) -> None:
+def _check_one_dtype(flat: Native) -> None:
     if flat.get("fp16.enabled") is True and flat.get("bf16.enabled") is True:
         raise ConfigError(
             "fp16.enabled and bf16.enabled are both true",
-            "a run has one number format: DeepSpeed stops here too",
+            "a run has one dtype: DeepSpeed stops here too",
             "set one of them to false",
         )
 
 
-def _renaming(key: str, name_today: str) -> str:
+def _renaming(key: str, current_name: str) -> str:
     if key.startswith(_NESTED_AIO):
-        return f"DeepSpeed reads it at the top level only, as {name_today}"
-    return f"an old form of {name_today}"
+        return f"DeepSpeed reads it at the top level only, as {current_name}"
+    return f"an old form of {current_name}"
 
 
 def keep_defaults(found: Imported) -> None:
-    """Sets DeepSpeed's defaults for what no line led to, where ours differ; says so where no batch is possible."""
+    """Sets DeepSpeed's defaults for keys without a line, where ours differ; notes a batch that cannot be divided."""
     if (stage := _set(found, "zero.stage")) is None:
         stage = _keep(found, f"{_ZERO}.stage", "zero.stage", 0)
     _keep(found, "gradient_clipping", "optimizer.max_grad_norm", 1.0)
@@ -170,7 +170,7 @@ def keep_defaults(found: Imported) -> None:
             ("data_types.grad_accum_dtype", "precision.grad_dtype"),
             ("communication_data_type", "precision.communication_data_type"),
         ):
-            _keep(found, native, ours, dtype, f", the format of the pass; remove {ours} for fp32")
+            _keep(found, native, ours, dtype, f", the dtype of the pass; remove {ours} for fp32")
     if stage == 3:
         name = "stage3_param_persistence_threshold"
         _keep(found, f"{_ZERO}.{name}", f"zero.{name}", 100_000)
@@ -205,12 +205,12 @@ def _set(found: Imported, ours: str) -> Any:
     return flatten(found.tree).get(ours)
 
 
-def _whole(item: Any) -> Any:
+def _as_integer(item: Any) -> Any:
     """`5e8` is an integer, as DeepSpeed takes it."""
     return int(item) if isinstance(item, float) and item.is_integer() else item
 
 
-def _today(key: str, item: Any) -> tuple[str, Any]:
+def _current(key: str, item: Any) -> tuple[str, Any]:
     """The name that DeepSpeed has for a key today, and the value under it."""
     if key in _REPLACED and isinstance(item, bool):
         name, values = _REPLACED[key]
@@ -235,8 +235,8 @@ def _carry(found: Imported, flat: Native, key: str, item: Any) -> None:
         carry_optimizer(found, flat, key, item)
     elif section == "scheduler":
         carry_scheduler(found, flat, key, item)
-    elif section in _FORMATS and key != section:
-        _carry_format(found, flat, key, item)
+    elif section in _DTYPE_SECTIONS and key != section:
+        _carry_dtype_section(found, flat, key, item)
     elif key.startswith(_LAYERS):
         _carry_auto_tp(found, key, item)
     elif ours.startswith("zero."):
@@ -259,7 +259,7 @@ def _auto(ours: str) -> str:
 
 
 def _carry_raw(found: Imported, key: str, item: Any) -> None:
-    """A key that no key of ours stands for: what happens here anyway, a raw key of DeepSpeed, or nothing."""
+    """A key without a unified key: what happens here anyway, a raw key of DeepSpeed, or dropped."""
     if key in _ANYWAY:
         here, note = _ANYWAY[key]
         found.carry(key, item, {}, note, changed=item != here)
@@ -272,7 +272,7 @@ def _carry_raw(found: Imported, key: str, item: Any) -> None:
     if error := next(check_native(tree), None):
         found.drop(key, item, f"{error.rule}; {error.change}")
     else:
-        found.carry(key, item, {f"native.deepspeed.{key}": item}, "handed to DeepSpeed as it is")
+        found.carry(key, item, {f"native.deepspeed.{key}": item}, "passed to DeepSpeed as it is")
 
 
 def _carry_auto_tp(found: Imported, key: str, item: Any) -> None:
@@ -295,7 +295,7 @@ def _carry_pipeline(found: Imported, key: str, item: Any) -> None:
         case "stages":
             found.carry(key, item, {}, "DeepSpeed goes by its PipelineModule's num_stages; set parallel.pp to that")
         case "partition":
-            note = "stages are balanced by what their layers cost; parallel.pp_split deals them out otherwise"
+            note = "stages are balanced by what their layers cost; parallel.pp_split assigns them otherwise"
             found.carry(key, item, {}, note, changed=item != "best")
         case "activation_checkpoint_interval" if item:
             note = "" if item == 1 else "each layer is recomputed by itself"
@@ -306,7 +306,7 @@ def _carry_pipeline(found: Imported, key: str, item: Any) -> None:
             found.drop(key, item, _PIPELINE_GONE.get(name, "DeepSpeed does not read it: nothing is lost"))
 
 
-def _carry_format(found: Imported, flat: Native, key: str, item: Any) -> None:
+def _carry_dtype_section(found: Imported, flat: Native, key: str, item: Any) -> None:
     section, _, name = key.partition(".")
     state = flat.get(f"{section}.enabled", False)
     if not state:
@@ -316,7 +316,7 @@ def _carry_format(found: Imported, flat: Native, key: str, item: Any) -> None:
     elif section == "torch_autocast" and name == "dtype":
         found.carry(key, item, {"precision.dtype": _DTYPES.get(str(item), item)})
     elif section == "torch_autocast" and not _autocasts(flat):
-        found.drop(key, item, "there is no autocast in this run; parameters are held in the 16-bit format")
+        found.drop(key, item, "there is no autocast in this run; parameters are held in the 16-bit dtype")
     elif section == "amp":
         found.drop(key, item, "DeepSpeed no longer has Apex's AMP; there is nothing to do")
     elif key not in _OURS:
@@ -332,11 +332,11 @@ def _carry_enabled(found: Imported, flat: Native, key: str, item: Any) -> None:
     section, stage = key.partition(".")[0], _stage(flat)
     note = ""
     if section == "amp":
-        note = "DeepSpeed no longer has Apex's AMP; fp16 with fp32 masters stands in for it"
+        note = "DeepSpeed no longer has Apex's AMP; fp16 with fp32 master weights replaces it"
     elif section == "bf16" and stage == 0:
         note = "at stage 0 bf16 runs through torch.autocast over fp32 parameters, which stay fp32"
     elif section == "torch_autocast" and not _autocasts(flat):
-        note = f"parameters are held in {_autocast_dtype(flat)}, over fp32 masters"
+        note = f"parameters are held in {_autocast_dtype(flat)}, over fp32 master weights"
     dtypes = {"bf16": "bf16", "torch_autocast": _autocast_dtype(flat)}
     found.carry(key, item, {"precision.dtype": dtypes.get(section, "fp16")}, note, changed=bool(note))
 

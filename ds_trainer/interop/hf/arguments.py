@@ -1,4 +1,4 @@
-"""The fields of a `TrainingArguments` that say something, and the report of what they lead to. Pure."""
+"""The fields of `TrainingArguments` that are set, and the report of the keys that they lead to. Pure."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SECTIONS = {
 
 
 class HFImport:
-    """An import in the making.
+    """The fields of one import, with the unified JSON and the report so far.
 
     Args:
         arguments: Field -> value; a field that is left out or null has its default.
@@ -33,7 +33,7 @@ class HFImport:
 
     Attributes:
         found: The unified JSON and the report so far.
-        asked: Field -> value, of those that are not at their defaults.
+        set_fields: Field -> value, of those that are not at their defaults.
 
     Raises:
         ConfigErrors: Values of a wrong type.
@@ -50,19 +50,19 @@ class HFImport:
         for written, item in arguments.items():
             name = RENAMED.get(written, written)
             is_default = name in TRAINING_ARGUMENTS and item == TRAINING_ARGUMENTS[name].default
-            is_hidden = item == f"<{name.upper()}>"  # So transformers writes tokens, be they set or not.
+            is_hidden = item == f"<{name.upper()}>"  # transformers writes tokens so, set or not.
             if is_default or is_hidden or item in _SAYS_NOTHING or (written in RENAMED and not item):
                 self._at_default[written] = item
                 continue
             self.set_fields[name], self._written[name] = SWITCHES.get(written, item), (written, item)
 
     def __getitem__(self, name: str) -> Any:
-        """A field's value, its default where nothing was said."""
+        """A field's value, or its default."""
         return self.set_fields.get(name, TRAINING_ARGUMENTS[name].default)
 
     @property
     def total_steps(self) -> int | None:
-        """Optimizer steps of the run; None where only the data tells."""
+        """Optimizer steps of the run; None where it depends on the data."""
         if self["max_steps"] > 0:
             return int(self["max_steps"])
         return None if self.steps_per_epoch is None else math.ceil(self["num_train_epochs"] * self.steps_per_epoch)
@@ -80,7 +80,7 @@ class HFImport:
         return load_foreign_config(beside if beside.exists() else Path(item))
 
     def holds(self, name: str) -> bool:
-        """Whether a field is written, be it with its default."""
+        """Whether a field is written, even with its default."""
         return name in self.set_fields or self._at_default.get(name) not in _SAYS_NOTHING
 
     def carry(self, name: str, ours: dict[str, Any], note: str = "", changed: bool = False) -> None:
@@ -97,7 +97,7 @@ class HFImport:
             self.found.drop(*self._shown(name), note)
 
     def carry_defaults(self) -> None:
-        """Adds the lines of what is written with its default and has led to nothing."""
+        """Adds the lines of fields that are written with their defaults and have led to no key."""
         reported = {line.key for line in self.found.lines}
         for written, item in self._at_default.items():
             if written not in reported and item is not None:

@@ -1,4 +1,4 @@
-"""The arguments by which transformers' `Trainer`, and TRL's, trains as a run of ours does. Pure.
+"""The arguments with which transformers' `Trainer`, and TRL's, trains as a run of ours does. Pure.
 
 Its loss is ours: with `average_tokens_across_devices`, its default, token losses are summed and divided by the label
 tokens of all micro-batches and ranks. So are its schedules; it calls a linear one that ends above zero polynomial.
@@ -32,12 +32,12 @@ _OPTIMIZERS = {"adam": "adamw_torch", "lion": "lion_32bit", "sgd": "sgd", "adafa
 
 @dataclass(frozen=True)
 class HFArguments:
-    """What transformers' `Trainer` is told.
+    """The arguments of transformers' `Trainer` for a run.
 
     Args:
         arguments: `TrainingArguments(**arguments, deepspeed=deepspeed)`; JSON.
         deepspeed: The DeepSpeed JSON; None where DeepSpeed does not run.
-        notes: What it cannot be told, or does otherwise; one line each.
+        notes: Settings that it lacks or handles differently; one line each.
     """
 
     arguments: dict[str, Any]
@@ -65,7 +65,7 @@ def to_hf(resolved: ResolvedConfig) -> HFArguments:
         rule = "accelerate, which it calls, runs FSDP2 on GPUs only"
         found = f"FSDP2 on a CPU ({_ENGINE} {config.parallel.engine}, run.device cpu)"
         raise _no_such(found, rule, f"set {_ENGINE} to ddp, or {_FOR_GPUS}")
-    arguments = {name: value(config, key) for name, key in KEY_OF_FIELD.items() if _is_said(name, engine)}
+    arguments = {name: value(config, key) for name, key in KEY_OF_FIELD.items() if _is_written(name, engine)}
     arguments |= _length(config) | _schedule(config) | _optimizer(config) | _data(config)
     arguments |= _evaluation_and_saving(config) | _logging(config)
     arguments |= {
@@ -74,7 +74,7 @@ def to_hf(resolved: ResolvedConfig) -> HFArguments:
         "gradient_checkpointing": bool(config.model.gradient_checkpointing),
         "torch_compile": config.model.compile,
         "ddp_timeout": math.ceil(config.run.collective_timeout_s),
-        # With it, what is asked of DeepSpeed or FSDP is passed over without a word, and DDP runs.
+        # With it, settings of DeepSpeed or FSDP are silently ignored, and DDP runs.
         "use_cpu": config.run.device == "cpu" and engine == "ddp",
     }
     deepspeed = None
@@ -88,11 +88,11 @@ def to_hf(resolved: ResolvedConfig) -> HFArguments:
             raise _no_such(found, rule, change)
     elif engine == "fsdp2":
         arguments |= _fsdp(config)
-    said = {name: item for name, item in arguments.items() if item is not None}
-    return HFArguments(said, deepspeed, hf_notes(config))
+    given = {name: item for name, item in arguments.items() if item is not None}
+    return HFArguments(given, deepspeed, hf_notes(config))
 
 
-def _is_said(name: str, engine: str) -> bool:
+def _is_written(name: str, engine: str) -> bool:
     return name not in _NOT_YET and (engine == "ddp" or not KEY_OF_FIELD[name].startswith("ddp."))
 
 
@@ -126,7 +126,7 @@ def _wsd(config: RunConfig) -> dict[str, Any]:
     schedule, total = config.schedule, config.run.max_steps
     if total is None:
         raise _no_such(
-            "schedule.name is 'wsd' without run.max_steps", "its decay is told in steps", "set run.max_steps"
+            "schedule.name is 'wsd' without run.max_steps", "its decay is given in steps", "set run.max_steps"
         )
     warmup = schedule.warmup_steps
     if warmup is None:
@@ -203,9 +203,9 @@ def hf_snippet(resolved: ResolvedConfig) -> str:
     Raises:
         ConfigErrors: As `to_hf`.
     """
-    config, told = resolved.config, to_hf(resolved)
+    config, hf = resolved.config, to_hf(resolved)
     model, evaluation = config.model, config.evaluation
-    arguments = told.arguments | ({"deepspeed": told.deepspeed} if told.deepspeed is not None else {})
+    arguments = hf.arguments | ({"deepspeed": hf.deepspeed} if hf.deepspeed is not None else {})
     options: dict[str, Any] = {"revision": model.revision, "attn_implementation": model.attn_implementation}
     options["trust_remote_code"] = model.trust_remote_code or None
     loads = "".join(f", {name}={item!r}" for name, item in options.items() if item is not None)
@@ -215,7 +215,7 @@ def hf_snippet(resolved: ResolvedConfig) -> str:
         "import torch",
         f"from transformers import {model.auto_class}, EarlyStoppingCallback, Trainer, TrainingArguments",
         "",
-        *(f"# {note}" for note in told.notes),
+        *(f"# {note}" for note in hf.notes),
         "arguments = TrainingArguments(",
         *(f"    {name}={item!r}," for name, item in arguments.items()),
         ")",

@@ -1,6 +1,6 @@
 """Every field of transformers' `TrainingArguments`: its default, and our key for it or why there is none. Pure.
 
-The one table between both worlds: callbacks read it (`ds_trainer.callbacks.hf_arguments`), `to_hf` writes by it and
+The only table of this kind: callbacks read it (`ds_trainer.callbacks.hf_arguments`), `to_hf` writes by it and
 `from_hf` reads by it. Recorded on transformers 5.24; a test holds it against the installed version.
 """
 
@@ -19,7 +19,7 @@ class Field:
         default: Its default.
         key: Our key that means the same.
         why: Why no key does.
-        anyway: Whether what `why` says is just what the field asks for.
+        anyway: Whether the field asks for what `why` says, so that nothing is lost.
     """
 
     default: Any = None
@@ -32,7 +32,7 @@ _HUB = "the Hub is left to `hf upload`, which takes the exported folder"
 _TRACKIO = "trackio reads it from its own settings"
 _SCRIPT = "scripts read it, trainers do not"
 _LOG_LEVEL = "ds_trainer logs by Python's logging: set the level there"
-_LENGTHS = "batches are not put together by length"
+_LENGTHS = "batches are not grouped by length"
 _PREDICTIONS = "compute_metrics gets the predictions of the whole evaluation, as one array"
 _BITS = "evaluation runs in precision.dtype"
 
@@ -51,7 +51,7 @@ TRAINING_ARGUMENTS: dict[str, Field] = {
     "adam_beta1": Field(0.9),
     "adam_beta2": Field(0.999),
     "adam_epsilon": Field(1e-8),
-    "optim_target_modules": Field(why="optimizers that treat some modules apart are not here"),
+    "optim_target_modules": Field(why="there are no optimizers that treat some modules differently"),
     "gradient_accumulation_steps": Field(1, "batch.accumulation"),
     "average_tokens_across_devices": Field(True, why="the loss is divided by the label tokens of all ranks, always"),
     "max_grad_norm": Field(1.0, "optimizer.max_grad_norm"),
@@ -150,7 +150,7 @@ TRAINING_ARGUMENTS: dict[str, Field] = {
     "do_eval": Field(False, why=_SCRIPT, anyway=True),
     "do_predict": Field(False, why=_SCRIPT, anyway=True),
     "resume_from_checkpoint": Field(key="checkpoint.resume"),
-    "local_rank": Field(-1, why="the launcher says it", anyway=True),
+    "local_rank": Field(-1, why="the launcher sets it", anyway=True),
 }
 """Field -> its default and meaning."""
 
@@ -160,7 +160,7 @@ RENAMED = {
     "warmup_ratio": "warmup_steps",
     "group_by_length": "train_sampling_strategy",
 }
-"""Names of transformers 4 -> field; where they ask for nothing, they are passed over."""
+"""Names of transformers 4 -> field; false and null are ignored."""
 
 SWITCHES = {"group_by_length": "group_by_length", "no_cuda": True}
 """Name of transformers 4 that is true or false -> what its field holds when it is true."""
@@ -177,5 +177,5 @@ _FIELD_OF = {key: name for name, key in reversed(KEY_OF_FIELD.items())} | {
 
 
 def with_field_names(note: str) -> str:
-    """A text for those who have `TrainingArguments` to change: our keys that have a field under its name."""
+    """A text with our keys replaced by the names of the corresponding `TrainingArguments` fields."""
     return re.sub(r"\b[a-z]+\.[a-z_]+", lambda match: _FIELD_OF.get(match[0], match[0]), note)

@@ -14,24 +14,24 @@ from ds_trainer.interop.accelerate.import_fsdp import carry_fsdp, fsdp_engine, k
 from ds_trainer.interop.hf.arguments import HFImport
 from ds_trainer.interop.import_result import ImportLine
 
-_WORDS = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2", "offload", "auto_wrap")
+_OPTIONS = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2", "offload", "auto_wrap")
 """What `fsdp` may hold as text: FSDP1's strategies, and two switches."""
 
-_HYBRID = "one copy of the model on each machine: their number is parallelism_config.dp_replicate_size, or 1"
+_HYBRID = "one replica of the model on each machine: their number is parallelism_config.dp_replicate_size, or 1"
 
 
 def carry_fsdp_fields(given: HFImport) -> None:
-    """Adds the lines of both fields; what the file does not say has no value.
+    """Adds the lines of both fields; a line for a default has no value.
 
     Raises:
-        ConfigError: A word of `fsdp` that there is not, in this version of FSDP.
+        ConfigError: An option of `fsdp` that this version of FSDP lacks.
     """
     written = given.section("fsdp_config") or {}
     in_file = {name.removeprefix("fsdp_"): (name, item) for name, item in written.items()}
     section = {name: item for name, (_, item) in in_file.items()}
     section.setdefault("version", 2)
-    by_words = _of_words(given["fsdp"], section["version"])
-    section = by_words | section
+    by_options = _from_options(given["fsdp"], section["version"])
+    section = by_options | section
     section.setdefault("auto_wrap_policy", "TRANSFORMER_BASED_WRAP")
     # Written there by transformers itself, as are the switches of XLA.
     idle = {name for name, item in section.items() if not item and (name == "min_num_params" or name[:3] == "xla")}
@@ -43,7 +43,7 @@ def carry_fsdp_fields(given: HFImport) -> None:
             given.found.carry(f"fsdp_config.{in_file[name][0]}", item, {}, "off here too")
         else:
             carry_fsdp(given.found, native, f"fsdp_config.{_in_accelerate(name)}", item)
-            given.found.lines[-1] = _as_written(given.found.lines[-1], name, in_file, by_words)
+            given.found.lines[-1] = _as_written(given.found.lines[-1], name, in_file, by_options)
     keep_fsdp_defaults(given.found, native)
     hybrid = str(section.get("reshard_after_forward", "")).lower().startswith("hybrid")
     given.found.lines[before:] = [
@@ -52,39 +52,39 @@ def carry_fsdp_fields(given: HFImport) -> None:
     ]
 
 
-def _as_written(line: ImportLine, name: str, in_file: Mapping[str, Any], by_words: Mapping[str, Any]) -> ImportLine:
-    """The line under the key of the file; without a value where the file does not have it."""
+def _as_written(line: ImportLine, name: str, in_file: Mapping[str, Any], by_options: Mapping[str, Any]) -> ImportLine:
+    """The line under the file's own key; without a value where the file lacks it."""
     if name in in_file:
         return replace(line, key=f"fsdp_config.{in_file[name][0]}")
-    whence = f"by fsdp: {line.value}" if name in by_words else f"transformers' default: {line.value}"
+    whence = f"by fsdp: {line.value}" if name in by_options else f"transformers' default: {line.value}"
     return replace(line, value=None, note="; ".join(filter(None, (whence, line.note))))
 
 
-def _of_words(said: bool | str | list[str], version: int | str) -> dict[str, Any]:
-    """What the words of `fsdp` mean in `fsdp_config`.
+def _from_options(fsdp: bool | str | list[str], version: int | str) -> dict[str, Any]:
+    """The options of `fsdp` as keys of `fsdp_config`.
 
     Raises:
-        ConfigError: There is no such word, in this version of FSDP.
+        ConfigError: This version of FSDP has no such option.
     """
-    words = [] if said is True else said.split() if isinstance(said, str) else said
+    options = [] if fsdp is True else fsdp.split() if isinstance(fsdp, str) else fsdp
     section: dict[str, Any] = {}
-    for word in words if isinstance(words, list) else [words]:
-        if word not in _WORDS:
+    for option in options if isinstance(options, list) else [options]:
+        if option not in _OPTIONS:
             raise ConfigError(
-                f"fsdp is {said!r}, with {word!r}",
-                f"it is true or false, or of the words {', '.join(_WORDS)}",
+                f"fsdp is {fsdp!r}, with {option!r}",
+                f"it is true or false, or has the options {', '.join(_OPTIONS)}",
                 "set fsdp to true, and the rest in fsdp_config",
             )
-        if word == "offload":
+        if option == "offload":
             section["cpu_offload"] = True
-        elif str(version) == "1" and word != "auto_wrap":
-            section.setdefault("reshard_after_forward", word)
-        elif word in ("full_shard", "shard_grad_op"):
-            section.setdefault("reshard_after_forward", word == "full_shard")
-        elif word != "auto_wrap":
+        elif str(version) == "1" and option != "auto_wrap":
+            section.setdefault("reshard_after_forward", option)
+        elif option in ("full_shard", "shard_grad_op"):
+            section.setdefault("reshard_after_forward", option == "full_shard")
+        elif option != "auto_wrap":
             raise ConfigError(
-                f"fsdp is {said!r}, with fsdp_config.version {version}",
-                f"{word} is a word of FSDP1 alone",
+                f"fsdp is {fsdp!r}, with fsdp_config.version {version}",
+                f"{option} is an option of FSDP1 alone",
                 "set fsdp to true and fsdp_config.reshard_after_forward, or fsdp_config.version to 1",
             )
     return section

@@ -1,4 +1,4 @@
-"""What `TrainingArguments` say about when to log, evaluate and save, and about the data. Pure."""
+"""The fields of `TrainingArguments` for logging, evaluation and saving intervals, and for the data. Pure."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ def carry_logging(given: HFImport) -> None:
 
 
 def _carry_trackers(given: HFImport) -> None:
-    said = given["report_to"]
-    asked = [said] if isinstance(said, str) else list(said)
-    known = [name for name in asked if name in _TRACKERS]
-    lost = [name for name in asked if name not in (*_TRACKERS, "none")]
+    report_to = given["report_to"]
+    names = [report_to] if isinstance(report_to, str) else list(report_to)
+    known = [name for name in names if name in _TRACKERS]
+    lost = [name for name in names if name not in (*_TRACKERS, "none")]
     note = f"there is no {', '.join(lost)} here, but {', '.join(_TRACKERS)}" if lost else ""
     if known or not lost:
         given.carry("report_to", {"logging.report_to": known}, note, changed=bool(note))
@@ -93,7 +93,7 @@ def carry_saving(given: HFImport) -> None:
     limit, best = given["save_total_limit"], bool(given["load_best_model_at_end"])
     if best:
         few = given["eval_strategy"] == "epoch" and given.steps_per_epoch is None
-        note = "until evaluation.every_steps is set, the model of the end is the only one to choose from" if few else ""
+        note = "until evaluation.every_steps is set, the last model is the only one to choose from" if few else ""
         given.carry("load_best_model_at_end", {"checkpoint.load_best_model_at_end": True}, note, changed=few)
     if limit is None or limit <= 0:
         given.carry("save_total_limit", {"checkpoint.keep_last": _ALL}, "transformers keeps every checkpoint")
@@ -101,7 +101,7 @@ def carry_saving(given: HFImport) -> None:
         note = "the best one is kept besides" if best else ""
         given.carry("save_total_limit", {"checkpoint.keep_last": max(1, limit - best)}, note)
     if "resume_from_checkpoint" in given.set_fields:
-        note = "a checkpoint of ds_trainer; of transformers' own, hand over the model folder as model.path"
+        note = "a checkpoint of ds_trainer; for one of transformers, set model.path to the model folder"
         given.carry("resume_from_checkpoint", {"checkpoint.resume": given["resume_from_checkpoint"]}, note, True)
 
 
@@ -123,14 +123,14 @@ def _until(ours: str) -> str:
 
 
 def _carry_steps(given: HFImport, name: str, ours: str) -> None:
-    """A number of steps; below 1 it is a share of all steps."""
+    """A number of steps; below 1 it is a fraction of all steps."""
     steps, total = given[name], given.total_steps
     if steps >= 1:
         given.carry(name, {ours: int(steps)})
     elif total is not None:
         given.carry(name, {ours: math.ceil(steps * total)}, f"{steps} of {total} steps")
     else:
-        given.drop(name, f"a share of all steps is known with run.max_steps only: set {ours}")
+        given.drop(name, f"a fraction of all steps is known with run.max_steps only: set {ours}")
 
 
 def carry_data(given: HFImport) -> None:
@@ -145,7 +145,7 @@ def carry_data(given: HFImport) -> None:
     if given["data_seed"] == given["seed"]:
         given.carry("data_seed", {}, "run.seed is that of the data too")
     else:
-        given.drop("data_seed", "one seed rules the data and all else: set run.seed")
+        given.drop("data_seed", "one seed is used for the data and everything else: set run.seed")
     if given["use_cpu"]:
         given.carry("use_cpu", {"run.device": "cpu"})
     _carry_accelerator_config(given)

@@ -1,4 +1,4 @@
-"""What `TrainingArguments` say about the update: optimizer, schedule, length and number formats. Pure.
+"""The fields of `TrainingArguments` for the optimizer, schedule, length and dtypes of a run. Pure.
 
 Source: transformers 5.24, trainer_optimizer.py and optimization.py.
 """
@@ -66,12 +66,12 @@ def carry_optimizer(given: HFImport, is_in_deepspeed: bool) -> None:
 
 
 def _carry_optim_args(given: HFImport, name: str) -> None:
-    said = str(given["optim_args"] or "").replace(" ", "")
-    options = dict(part.partition("=")[::2] for part in said.split(",") if part)
+    text = str(given["optim_args"] or "").replace(" ", "")
+    options = dict(part.partition("=")[::2] for part in text.split(",") if part)
     if name == "sgd" and options.keys() == {"momentum"}:
         given.carry("optim_args", {"optimizer.momentum": float(options["momentum"])})
     else:
-        given.drop("optim_args", "what can be set of an optimizer is in the optimizer section")
+        given.drop("optim_args", "the settings of an optimizer are in the optimizer section")
 
 
 def carry_schedule(given: HFImport, is_in_deepspeed: bool) -> None:
@@ -102,10 +102,13 @@ def carry_schedule(given: HFImport, is_in_deepspeed: bool) -> None:
 def _carry_warmup(given: HFImport) -> None:
     if "warmup_steps" in given.set_fields:
         steps = given["warmup_steps"]
-        given.carry("warmup_steps", {"schedule.warmup_ratio" if steps < 1 else "schedule.warmup_steps": _whole(steps)})
+        given.carry(
+            "warmup_steps",
+            {"schedule.warmup_ratio" if steps < 1 else "schedule.warmup_steps": _integer_from_one(steps)},
+        )
 
 
-def _whole(number: float) -> float:
+def _integer_from_one(number: float) -> float:
     return int(number) if number >= 1 else number
 
 
@@ -141,7 +144,7 @@ def _wsd(given: HFImport, options: Mapping[str, Any]) -> tuple[Ours, str]:
         # Rounded down: rounded up, the decay would begin a step earlier.
         ours["schedule.decay_ratio"] = math.floor(options["num_decay_steps"] / total * 1e12) / 1e12
     else:
-        notes.append("the decay is a share of all steps here: set schedule.decay_ratio")
+        notes.append("the decay is a fraction of all steps here: set schedule.decay_ratio")
     if options.get("min_lr_ratio"):
         ours["schedule.min_lr_ratio"] = options["min_lr_ratio"]
         notes.append("the warm-up begins at zero here")
@@ -153,7 +156,7 @@ def _wsd(given: HFImport, options: Mapping[str, Any]) -> tuple[Ours, str]:
 
 
 def _ratio(given: HFImport, floor: float) -> float:
-    """A learning rate as a share of the peak, less what the division has added in the last places."""
+    """A learning rate as a fraction of the peak, without the rounding error of the division."""
     return float(f"{floor / given['learning_rate']:.12g}")
 
 
@@ -180,14 +183,14 @@ def carry_length(given: HFImport) -> None:
     if "max_steps" in given.set_fields:
         given.drop("max_steps", "below 1 it says nothing: nothing is lost")
     if epochs != int(epochs) and given.total_steps is not None:
-        given.carry("num_train_epochs", {"run.max_steps": given.total_steps}, "epochs are whole here")
+        given.carry("num_train_epochs", {"run.max_steps": given.total_steps}, "epochs are integers here")
         return
-    note = "" if epochs == int(epochs) else "epochs are whole here: set run.max_steps to end within one"
+    note = "" if epochs == int(epochs) else "epochs are integers here: set run.max_steps to end within one"
     given.carry("num_train_epochs", {"run.epochs": math.ceil(epochs)}, note, changed=bool(note))
 
 
 def carry_precision(given: HFImport, is_in_deepspeed: bool) -> None:
-    """`bf16` and `fp16`; with neither, transformers computes in the format in which the model was loaded.
+    """`bf16` and `fp16`; with neither, transformers computes in the dtype in which the model was loaded.
 
     Raises:
         ConfigError: Both.
@@ -196,14 +199,14 @@ def carry_precision(given: HFImport, is_in_deepspeed: bool) -> None:
         if given[one] and given[other]:
             raise ConfigError(
                 f"{one} and {other} are both true",
-                "a run computes in one format, and TrainingArguments take one of them",
+                "a run computes in one dtype, and TrainingArguments take one of them",
                 f"remove {one} or {other}",
             )
     for field in ("bf16", "fp16"):
         if field in given.set_fields:
-            given.carry(field, {"precision.dtype": field}, "over fp32 masters")
+            given.carry(field, {"precision.dtype": field}, "over fp32 master weights")
     if not is_in_deepspeed and not given["bf16"] and not given["fp16"]:
-        note = "transformers computes in the format in which the model was loaded"
+        note = "transformers computes in the dtype in which the model was loaded"
         given.carry("bf16", {"precision.dtype": "fp32"}, note)
 
 
@@ -220,7 +223,7 @@ def carry_recomputing(given: HFImport) -> None:
             given.drop(options, "every layer is recomputed, without reentrance")
     compiles = {"model.compile": True}
     if given["torch_compile"]:
-        given.carry("torch_compile", compiles, "each block by itself, and not the model as a whole", changed=True)
+        given.carry("torch_compile", compiles, "each block by itself, and not the whole model", changed=True)
     backend = given["torch_compile_backend"]
     if backend == "inductor":
         given.carry("torch_compile_backend", compiles)

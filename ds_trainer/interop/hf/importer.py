@@ -44,12 +44,12 @@ def from_hf(arguments: Mapping[str, Any], steps_per_epoch: int | None = None, fo
     Args:
         arguments: Field -> value, as in `TrainingArguments.to_dict()`; one that is left out or null has its default.
         steps_per_epoch: Optimizer steps of one pass over the training data; None where the data is not known. What
-            is asked for once per epoch then has no number of steps, and the report says how to count them.
+            is due once per epoch then has no number of steps, and the report says how to count them.
         folder: Where files that fields name are looked for, before the working directory.
 
     Raises:
         ConfigErrors: A value of a wrong type, or a DeepSpeed JSON that contradicts the fields.
-        ConfigError: A file that a field names cannot be read; bf16 and fp16 together; an unknown word in fsdp.
+        ConfigError: A file that a field names cannot be read; bf16 and fp16 together; an unknown option in fsdp.
     """
     given = HFImport(arguments, steps_per_epoch, folder)
     native = given.section("deepspeed")
@@ -132,10 +132,10 @@ def _filled_in(native: dict[str, Any], given: HFImport) -> Imported:
         "bf16.enabled": given["bf16"],
     }
     autos = {key for key, item in flatten(native).items() if item == "auto" and values.get(key) is not None}
-    whole: dict[str, Any] = {}
+    filled: dict[str, Any] = {}
     for key, item in flatten(native).items():
-        assign(whole, key, values[key] if key in autos else item)
-    found = read_deepspeed(whole)
+        assign(filled, key, values[key] if key in autos else item)
+    found = read_deepspeed(filled)
     found.lines = [
         replace(line, value="auto", note="; ".join(filter(None, ("filled in from the arguments", line.note))))
         if line.key in autos
@@ -146,20 +146,20 @@ def _filled_in(native: dict[str, Any], given: HFImport) -> Imported:
 
 
 def _lay_over(found: Imported, deepspeed: Imported) -> None:
-    """Adds a DeepSpeed JSON's keys and lines, and last DeepSpeed's defaults for what neither says.
+    """Adds a DeepSpeed JSON's keys and lines, and then DeepSpeed's defaults for keys that neither sets.
 
     Raises:
-        ConfigErrors: It says something else than a field does.
+        ConfigErrors: It contradicts a field.
     """
     if errors := list(_contradictions(found, deepspeed)):
         raise ConfigErrors(errors)
-    said = {key for line in found.lines for key in line.ours}
+    set_keys = {key for line in found.lines for key in line.ours}
     theirs = flatten(deepspeed.tree)
     for line in deepspeed.lines:
         is_default = line.value is None and bool(line.ours)
-        if not is_default or not said & set(line.ours):
+        if not is_default or not set_keys & set(line.ours):
             found.lines.append(replace(line, key=f"{_DEEPSPEED}{line.key}"))
-            said |= set(line.ours)
+            set_keys |= set(line.ours)
             for key in set(line.ours) & theirs.keys():
                 assign(found.tree, key, theirs[key])
     before = len(found.lines)
@@ -169,14 +169,14 @@ def _lay_over(found: Imported, deepspeed: Imported) -> None:
 
 def _contradictions(found: Imported, deepspeed: Imported) -> Iterator[ConfigError]:
     ours, theirs = flatten(found.tree), flatten(deepspeed.tree)
-    asked = {key: line for line in found.lines for key in line.ours}
+    by_key = {key: line for line in found.lines for key in line.ours}
     for line in deepspeed.lines:
         for key in line.ours:
-            if line.value is not None and key in asked and key in theirs and theirs[key] != ours[key]:
-                field = asked[key]
+            if line.value is not None and key in by_key and key in theirs and theirs[key] != ours[key]:
+                field = by_key[key]
                 value = ours[key] if field.value is None else field.value
                 yield ConfigError(
                     f"{field.key} is {value!r}, and {line.key} of the DeepSpeed JSON is {line.value!r}",
-                    "transformers takes a value that the DeepSpeed JSON says too only where both are the same",
+                    "transformers accepts a value that is also in the DeepSpeed JSON only where both are the same",
                     f'set {line.key} to "auto", or both to the same',
                 )

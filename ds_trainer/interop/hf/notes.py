@@ -1,4 +1,4 @@
-"""What transformers' `Trainer` cannot be told of a run, or does otherwise. Pure."""
+"""Settings of a run that transformers' `Trainer` lacks or handles differently. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ds_trainer.config.keys import default, leaf_values
 from ds_trainer.config.schema import RunConfig
 from ds_trainer.interop.hf.fields import KEY_OF_FIELD
 
-_NOTHING = "it has nothing like it"
+_NOTHING = "it has no such setting"
 _BY_CALLBACK = "add transformers.EarlyStoppingCallback to its callbacks"
 _BY_HOOK = "call register_comm_hook on the wrapped model"
 _BY_RESIZE = "call model.resize_token_embeddings"
@@ -19,12 +19,12 @@ _TENSOR_PARALLEL = tuple(f"parallel.{name}" for name in ("tp", "tp_plan", "seque
 _PIPELINE = tuple(f"parallel.{name}" for name in ("pp", "schedule", "virtual_stages", "pp_split"))
 
 UNTRANSLATED = {
-    "data": "it is handed tokenised data sets and a collator",
+    "data": "it takes tokenised data sets and a collator",
     "model.resize_embeddings": _BY_RESIZE,
     "model.pad_embeddings_to_multiple_of": _BY_RESIZE,
     "model.allow_pickle": "from_pretrained reads pickled weights without asking",
     "parallel.dp_replicate": "pass TrainingArguments(parallelism_config=...)",
-    **dict.fromkeys(_TENSOR_PARALLEL, "its tensor parallelism is another, and cannot save the optimizer's state"),
+    **dict.fromkeys(_TENSOR_PARALLEL, "its tensor parallelism differs, and cannot save the optimizer's state"),
     **dict.fromkeys(_PIPELINE, "its pipeline parallelism runs forward passes only"),
     "fsdp.buffer_dtype": _NOTHING,
     "fsdp.pin_memory": "accelerate's own choice applies",
@@ -48,11 +48,11 @@ UNTRANSLATED = {
     "checkpoint.allow_global_size_change": _NOTHING,
     "checkpoint.on_save_error": _NOTHING,
     "checkpoint.export": "call Trainer.save_model",
-    "checkpoint.export_dtype": "it saves in the format in which the model was loaded",
+    "checkpoint.export_dtype": "it saves in the dtype in which the model was loaded",
     "checkpoint.max_shard_size": _NOTHING,
     "logging.plots": _NOTHING,
 }
-"""Key or section that no argument stands for -> what happens instead, or what to do."""
+"""Key or section without a corresponding argument -> what happens instead, or what to do."""
 
 TRANSLATED = {
     *(key for key in KEY_OF_FIELD.values() if key != "checkpoint.resume"),
@@ -65,7 +65,7 @@ TRANSLATED = {
     *("model.path", "model.revision", "model.tokenizer", "model.auto_class"),
     *("model.attn_implementation", "model.trust_remote_code"),
 }
-"""Keys that have an argument, or that say which model is handed over."""
+"""Keys that have an argument, or that say which model is passed."""
 
 ENGINES = ("zero", "fsdp", "ddp", "precision", "native")
 """Sections that go into the DeepSpeed JSON or `fsdp_config`, but for the keys of `UNTRANSLATED`."""
@@ -80,17 +80,17 @@ def reason(key: str) -> str | None:
 
 
 def hf_notes(config: RunConfig) -> tuple[str, ...]:
-    """One line for everything that differs between a run here and there.
+    """One line for every difference between a run here and there.
 
     Args:
         config: The run, resolved.
     """
     found = [*_about_loading(config), *_about_steps(config), *_about_engine(config)]
     for key, item in leaf_values(config).items():
-        entry, is_asked = reason(key), item is True or item not in (default(key), False)
-        if entry is not None and is_asked and not _belongs_to_another(key, config):
-            said = f"{key} = {json.dumps(item)}" if entry == key else entry
-            found.append(f"{said}: {UNTRANSLATED[entry]}")
+        entry, is_set = reason(key), item is True or item not in (default(key), False)
+        if entry is not None and is_set and not _belongs_to_another(key, config):
+            setting = f"{key} = {json.dumps(item)}" if entry == key else entry
+            found.append(f"{setting}: {UNTRANSLATED[entry]}")
     return tuple(dict.fromkeys(found))
 
 
@@ -103,7 +103,7 @@ def _belongs_to_another(key: str, config: RunConfig) -> bool:
 
 
 def _about_loading(config: RunConfig) -> Iterator[str]:
-    yield "model: load it with dtype=torch.float32; its masters are in the format in which it was loaded"
+    yield "model: load it with dtype=torch.float32; its master weights have the dtype in which it was loaded"
     order = "draws other permutations from the same seed" if config.data.shuffle else "keeps the order of the samples"
     yield f"data: it {order}, and fills the last step of an epoch up with samples of the first"
 
@@ -126,7 +126,7 @@ def _about_steps(config: RunConfig) -> Iterator[str]:
     if config.model.gradient_checkpointing == "selective":
         yield 'model.gradient_checkpointing = "selective": it recomputes whole layers'
     if config.model.compile:
-        yield "model.compile: it compiles the model as a whole"
+        yield "model.compile: it compiles the whole model"
     if config.checkpoint.load_best_model_at_end and config.evaluation.every_steps is None:
         yield "checkpoint.load_best_model_at_end: it needs evaluations on the way, so evaluation.every_steps"
 

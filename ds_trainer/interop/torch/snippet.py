@@ -1,6 +1,6 @@
-"""A resolved config as a Python file for a loop of one's own on torch's FSDP2 or DDP. Pure.
+"""A resolved config as a Python file for a user's own training loop on torch's FSDP2 or DDP. Pure.
 
-It has `wrap(model)`, for a transformers model, and says in comments what the loop must do so that the numbers are ours.
+It has `wrap(model)`, for a transformers model. Comments say what the loop must do to give the same losses.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ds_trainer.config.torch.arguments import ddp_arguments, fsdp2_arguments
 _DTYPES = {"fp32": "torch.float32", "bf16": "torch.bfloat16", "fp16": "torch.float16"}
 _LOOP = """
 # A step: {steps}
-# Its loss: the sum of the token losses divided by the label tokens of all ranks and micro-batches; {shares}.
+# Its loss: the sum of the token losses divided by the label tokens of all ranks and micro-batches; {reduction}.
 # Before the update: clip the global norm to {clip}."""
 
 
@@ -25,7 +25,7 @@ def fsdp2_snippet(resolved: ResolvedConfig) -> str:
     config, arguments = resolved.config, fsdp2_arguments(resolved)
     axes = _model_axes(config, arguments.mesh)
     mesh = _mesh(config, axes)
-    cut_over = f"[{_tuple(arguments.mesh)}]" if axes != arguments.mesh else ""
+    data_axes = f"[{_tuple(arguments.mesh)}]" if axes != arguments.mesh else ""
     policy = f"param_dtype={_dtype(arguments.param_dtype)}, reduce_dtype={_dtype(arguments.reduce_dtype)}"
     offload = f"CPUOffloadPolicy(pin_memory={arguments.pin_memory})" if arguments.cpu_offload else "OffloadPolicy()"
     reshard = arguments.reshard_after_forward
@@ -35,11 +35,11 @@ def fsdp2_snippet(resolved: ResolvedConfig) -> str:
         "from torch.distributed.device_mesh import init_device_mesh",
         "from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard",
         "",
-        *_cut_before(config),
+        *_model_parallel_comments(config),
         "",
         "def wrap(model):",
-        '    """Cuts a model with fp32 parameters, block by block, then what is left."""',
-        f"    mesh = {mesh}{cut_over}",
+        '    """Shards a model with fp32 parameters, block by block, then the rest."""',
+        f"    mesh = {mesh}{data_axes}",
         "    options = {",
         '        "mesh": mesh,',
         f'        "mp_policy": MixedPrecisionPolicy({policy}),',
@@ -51,9 +51,9 @@ def fsdp2_snippet(resolved: ResolvedConfig) -> str:
         f"        fully_shard(part, reshard_after_forward={reshard}{but_head}, **options)",
         "        if part is model.get_input_embeddings():",
         "            part.set_unshard_in_backward(False)",
-        "    # What is left is needed first in the backward pass.",
+        "    # The rest is needed first in the backward pass.",
         f"    fully_shard(model, reshard_after_forward=False if parts else {reshard}, **options)",
-        "    # Gradients are summed over the ranks; gloo knows no scaled sum.",
+        "    # Gradients are summed over the ranks; gloo has no scaled sum.",
         "    for part in (model, *parts):",
         "        part.set_force_sum_reduction_for_comms(True)",
         "        part.set_gradient_divide_factor(1.0)",
@@ -82,10 +82,10 @@ def ddp_snippet(resolved: ResolvedConfig) -> str:
         *(["from torch.distributed.device_mesh import init_device_mesh"] if group else []),
         "from torch.nn.parallel import DistributedDataParallel",
         "",
-        *_cut_before(config),
+        *_model_parallel_comments(config),
         "",
         "def wrap(model):",
-        '    """Replicates a model with fp32 parameters, which lies on its device."""',
+        '    """Replicates a model with fp32 parameters that is on its device."""',
         *group,
         f"    model = DistributedDataParallel(model, {options})",
         *_comm_hook(config.ddp),
@@ -113,23 +113,23 @@ def _tuple(names: Iterable[str]) -> str:
 
 
 def _model_axes(config: RunConfig, data: Mapping[str, int]) -> dict[str, int]:
-    """The data axes between those of the ranks that share a copy of the model."""
+    """The data-parallel axes between those of pipeline and tensor parallelism."""
     pp, tp = config.parallel.pp, config.parallel.tp
     return ({"pp": pp} if pp > 1 else {}) | dict(data) | ({"tp": tp} if tp > 1 else {})
 
 
-def _cut_before(config: RunConfig) -> list[str]:
-    """What tensor and pipeline parallelism leave to the loop: torch has no counterpart on a transformers model."""
+def _model_parallel_comments(config: RunConfig) -> list[str]:
+    """Comments on tensor and pipeline parallelism, for which torch has no counterpart on a transformers model."""
     pp, tp = config.parallel.pp, config.parallel.tp
     lines = []
     if tp > 1:
         lines += [
-            f"# Tensor parallelism is ds_trainer's own: hand over a model whose layers are cut over {tp} ranks, and",
-            "# count parts of one parameter once in the norm; ranks that share a model get the same samples.",
+            f"# Tensor parallelism is ds_trainer's own: pass a model whose layers are sharded over {tp} ranks, and",
+            "# count each shard of a parameter once in the norm; tensor-parallel ranks get the same samples.",
         ]
     if pp > 1:
         lines += [
-            f"# The pipeline is ds_trainer's own: hand over a model that is one of {pp} stages, run the micro-batches",
+            f"# The pipeline is ds_trainer's own: pass a model that is one of {pp} stages, run the micro-batches",
             f"# through them in the order {config.parallel.schedule}, and take the norm over all of them.",
         ]
     return [*lines, ""] if lines else []
@@ -147,8 +147,8 @@ def _parts(fsdp: Any) -> list[str]:
             size = fsdp.min_num_params or "min(100_000_000, -(-sum(p.numel() for p in model.parameters()) // 8))"
             return [
                 f"    size = {size}",
-                "    # Modules with so many elements that no chosen module inside of them has.",
-                "    # What shares a parameter with another module stays in the model's own part.",
+                "    # Modules with so many elements outside the modules that are chosen within them.",
+                "    # Modules that share a parameter with another one stay in the root module's group.",
                 "    users = {}",
                 "    for module in model.modules():",
                 "        for parameter in module.parameters(recurse=False):",
@@ -218,9 +218,9 @@ def _scaler(resolved: ResolvedConfig) -> list[str]:
     return ["", f"scaler = torch.amp.GradScaler({config.run.device!r}, {options})"]
 
 
-def _loop(resolved: ResolvedConfig, shares: str) -> str:
+def _loop(resolved: ResolvedConfig, reduction: str) -> str:
     config, ranks = resolved.config, resolved.dp_size
     batch = config.batch
     clip = f"{config.optimizer.max_grad_norm:g} ({config.optimizer.norm_type})"
     steps = f"{batch.accumulation} micro-batches of {batch.micro_size} samples on each of {ranks} data-parallel ranks."
-    return _LOOP.format(shares=shares, clip=clip, steps=steps)
+    return _LOOP.format(reduction=reduction, clip=clip, steps=steps)

@@ -311,7 +311,7 @@ def test_the_snippets_lay_the_tensor_ranks_innermost_and_say_who_cuts_the_layers
     assert f'init_device_mesh("cuda", (2, 2, 2), mesh_dim_names={names})[("dp_replicate", "dp_shard",)]' in hsdp
     ddp = ddp_snippet(run({"engine": "ddp", "tp": 2}))
     assert 'init_device_mesh("cuda", (4, 2), mesh_dim_names=("dp", "tp",))["dp"].get_group()' in ddp
-    assert all("cut over 2 ranks" in text and "4 data-parallel ranks" in text for text in (hsdp, ddp))
+    assert all("sharded over 2 ranks" in text and "4 data-parallel ranks" in text for text in (hsdp, ddp))
     assert all(compile(text, "snippet", "exec") for text in (hsdp, ddp))
 
 
@@ -319,7 +319,7 @@ def test_a_translation_for_deepspeed_says_what_the_json_cannot(capsys, tmp_path)
     path = tmp_path / "run.json"
     path.write_text(json.dumps({"parallel": {"tp": 2}, "schedule": {"name": "constant"}}))
     command = ["config", "translate", str(path), "--to", "deepspeed", "--world", "4", "--device", "cpu"]
-    for more, note in (([], "by an mpu"), (["--standalone"], "AutoTP")):
+    for more, note in (([], "passes DeepSpeed an mpu"), (["--standalone"], "AutoTP")):
         assert main([*command, *more]) == 0
         out, err = capsys.readouterr()
         assert note in err and ("autotp_size" in out) is bool(more)

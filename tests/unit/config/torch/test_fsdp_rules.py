@@ -80,7 +80,7 @@ def test_offload_is_zeros_two_offloads_together_and_pins_memory_with_a_gpu_only(
         ({"fsdp": {"min_num_params": 5, "transformer_layer_cls_to_wrap": ["Block"]}}, ["remove one"]),
         ({"fsdp": {"cpu_offload": True}, "zero": {"offload_param": {"device": "none"}}}, ["remove fsdp.cpu_offload"]),
         ({"fsdp": {"auto_wrap_policy": "no_wrap", "prefetch_depth": 2}}, ["remove one"]),
-        ({"precision": {"dtype": "bf16", "grad_dtype": "bf16", "communication_data_type": "fp32"}}, ["same format"]),
+        ({"precision": {"dtype": "bf16", "grad_dtype": "bf16", "communication_data_type": "fp32"}}, ["same dtype"]),
         ({"optimizer": {"name": "adafactor"}}, ["parallel.engine to ddp"]),
         ({"optimizer": {"name": "lion", "fused": True}}, ["optimizer.fused"]),
         ({"ddp": {"static_graph": True}}, ["remove ddp.static_graph"]),

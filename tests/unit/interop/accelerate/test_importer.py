@@ -231,13 +231,13 @@ def test_what_an_fsdp_file_leaves_out_is_as_accelerate_has_it():
             {"distributed_type": "FSDP", "parallelism_config": {"parallelism_config_tp_size": 2}},
             "parallelism_config.parallelism_config_tp_size",
             "carried",
-            "cuts the layers",
+            "shards the layers",
         ),
         (
             {"distributed_type": "FSDP", "parallelism_config": {"parallelism_config_cp_size": 2}},
             "parallelism_config.parallelism_config_cp_size",
             "dropped",
-            "sequences are not cut",
+            "sequences are not sharded",
         ),
         ({"distributed_type": "NO", "dynamo_backend": "EAGER"}, "dynamo_backend", "changed", "inductor"),
         ({"distributed_type": "NO", "num_processes": 8}, "num_processes", "dropped", "torchrun"),
@@ -323,7 +323,7 @@ SAID = {
     },
     "ddp": {"precision.dtype"},
 }
-"""Backend -> keys that accelerate's YAML has words for."""
+"""Backend -> keys that accelerate's YAML has."""
 
 NO_WORD = {
     ("fsdp.auto_wrap_policy", None): "transformer_based_wrap",

@@ -192,7 +192,11 @@ def test_what_cannot_be_carried_says_why_and_leaves_nothing_behind(native, key, 
     "native, key, part",
     [
         ({"bf16": {"enabled": True}}, "bf16.enabled", "torch.autocast"),
-        ({"zero_optimization": {"stage": 2}, "torch_autocast": {"enabled": True}}, "torch_autocast.enabled", "masters"),
+        (
+            {"zero_optimization": {"stage": 2}, "torch_autocast": {"enabled": True}},
+            "torch_autocast.enabled",
+            "master",
+        ),
         ({"torch_autocast": {"enabled": True, "dtype": "float16"}}, "torch_autocast.enabled", "held in fp16"),
         ({"fp16": {"enabled": True, "loss_scale": 128}}, "fp16.loss_scale", "dynamic"),
         (

@@ -220,8 +220,8 @@ def test_hints_name_the_fields_that_a_caller_with_training_arguments_can_change(
         ({"fsdp": "nonsense"}, "with 'nonsense'"),
         ({"fsdp": 7}, "with 7"),
         ({"fsdp": ["full_shard", "nonsense"]}, "with 'nonsense'"),
-        ({"fsdp": "hybrid_shard"}, "hybrid_shard is a word of FSDP1 alone"),
-        ({"fsdp": "no_shard"}, "no_shard is a word of FSDP1 alone"),
+        ({"fsdp": "hybrid_shard"}, "hybrid_shard is an option of FSDP1 alone"),
+        ({"fsdp": "no_shard"}, "no_shard is an option of FSDP1 alone"),
     ],
     ids=str,
 )
