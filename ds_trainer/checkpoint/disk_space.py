@@ -12,7 +12,7 @@ from ds_trainer.planning.memory import moment_bytes
 
 
 def require_checkpoint_space(config: RunConfig, num_trained: int, saves: int) -> None:
-    """Refuses a run whose first checkpoint would not fit, and warns of one whose later ones would not.
+    """Refuses a run whose first checkpoint would not fit; warns if later ones would not.
 
     Args:
         config: The run's config.
@@ -26,7 +26,7 @@ def require_checkpoint_space(config: RunConfig, num_trained: int, saves: int) ->
         return
     optimizer, output_dir = config.optimizer, Path(config.run.output_dir)
     one = num_trained * (4 + moment_bytes(optimizer.name, optimizer.momentum > 0))
-    # A new one is whole before an old one goes.
+    # A new checkpoint is complete before an old one is removed.
     at_once = min(saves, config.checkpoint.keep_last + 1)
     if fault := space_fault(output_dir, one):
         raise MachineError(

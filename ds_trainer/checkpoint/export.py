@@ -1,4 +1,4 @@
-"""Writes a model as a plain Hugging Face folder: streamed, written aside, checked, then renamed into place."""
+"""Writes a model as a plain Hugging Face folder: streamed to a temporary folder, checked, then renamed."""
 
 from __future__ import annotations
 
@@ -41,16 +41,16 @@ def export_model(
 ) -> None:
     """Writes a folder that `from_pretrained` loads with no missing and no unexpected key.
 
-    An earlier export at `folder` is replaced only when the new one is whole and checked; other files in it are kept.
+    An earlier export at `folder` is replaced only once the new one is complete and checked; its other files are kept.
     The host holds one shard at a time.
 
     Args:
-        parameters: Every parameter, whole, a tied one once; taking the next one is a collective, so every rank drains
-            it, even the one that fails to write.
+        parameters: Every parameter in full, a tied one once. Taking the next one is a collective, so every rank
+            consumes all of them, even a writer that fails.
         model: The model; its class, config and generation config are used, not its parameters.
         tokenizer: Written beside the model, with its chat template.
-        folder: Where to.
-        dtype: Format of floating-point parameters.
+        folder: The folder to write.
+        dtype: Dtype of floating-point parameters.
         max_shard_size: Largest safetensors file, such as `5GB`.
         is_writer: Whether this rank writes.
         buffers: Every persistent buffer; None: the model's own.
@@ -77,35 +77,35 @@ def _write(
     dtype: torch.dtype,
     shard_bytes: int,
 ) -> None:
-    aside = partial_path(folder)
+    partial = partial_path(folder)
     try:
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True)
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
         meta_model = meta_copy(model, dtype)
-        _require_space(aside, meta_model)
-        writer = _ShardWriter(aside, shard_bytes)
+        _require_space(partial, meta_model)
+        writer = _WeightFiles(partial, shard_bytes)
         for name, tensor in _to_checkpoint_form(tensors, model, meta_model):
             writer.add(name, tensor)
         writer.finish()
-        write_config_and_tokenizer(model, tokenizer, aside, dtype)
-        _check(aside, meta_model)
-        for path in [*aside.iterdir(), aside]:
+        write_config_and_tokenizer(model, tokenizer, partial, dtype)
+        _check(partial, meta_model)
+        for path in [*partial.iterdir(), partial]:
             sync(path)
-        _publish(aside, folder)
+        _publish(partial, folder)
     except (OSError, SafetensorError) as error:
         raise MachineError(
             f"the model cannot be written to {folder}: {error}",
-            "an export needs a writable folder with room for the whole model; what was there before is untouched",
+            "an export needs a writable folder with free space for the full model; an earlier export is untouched",
             "free space, or set run.output_dir to another drive",
         ) from error
     finally:
-        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _to_checkpoint_form(
     tensors: Iterable[tuple[str, torch.Tensor]], model: PreTrainedModel, meta_model: PreTrainedModel
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Reverts what transformers did on load; holds only tensors whose partners are still to come."""
+    """Reverts the conversions of transformers; holds tensors only until the others of their conversion have come."""
     kept = _kept_names(meta_model)
     dtypes = {name: tensor.dtype for name, tensor in meta_model.state_dict().items()}
     conversions = _conversions(model, meta_model)
@@ -113,7 +113,7 @@ def _to_checkpoint_form(
     waiting: dict[str, torch.Tensor] = {}
     for given, tensor in tensors:
         name = kept.get(given, given)
-        if name not in by_source:  # The class says not to save it.
+        if name not in by_source:  # The class does not save it.
             continue
         waiting[name] = tensor.to(dtypes[name])
         conversion = by_source[name]
@@ -139,8 +139,8 @@ def _kept_names(meta_model: PreTrainedModel) -> dict[str, str]:
     return kept
 
 
-class _ShardWriter:
-    """Fills safetensors files of at most `shard_bytes` in the order of arrival, under Hugging Face's names."""
+class _WeightFiles:
+    """Fills safetensors files of at most `shard_bytes` in the order of `add`, under Hugging Face's names."""
 
     def __init__(self, folder: Path, shard_bytes: int) -> None:
         self._folder = folder
@@ -152,12 +152,16 @@ class _ShardWriter:
         self._total_parameters = 0
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Takes one tensor."""
+        """Adds a tensor; writes the current file first where it would become too large.
+
+        Raises:
+            ModelError: A value is not finite.
+        """
         if tensor.is_floating_point() and not tensor.isfinite().all():
             raise ModelError(
                 f"{name} holds values that are NaN or infinite",
-                "an export holds finite values only; what was there before is untouched",
-                "lower optimizer.lr, set optimizer.max_grad_norm, or export in a format with a wider range",
+                "an export holds finite values only; an earlier export is untouched",
+                "lower optimizer.lr, set optimizer.max_grad_norm, or export in a dtype with a wider range",
             )
         if self._shard and self._filled + tensor.nbytes > self._shard_bytes:
             self._flush()
@@ -167,40 +171,40 @@ class _ShardWriter:
         self._total_parameters += tensor.numel()
 
     def finish(self) -> None:
-        """Writes what is left, and the index where there is more than one file."""
+        """Writes the last file, and the index where there are several."""
         self._flush()
         count = len(self._files)
         if count == 1:
-            self._part(0).rename(self._folder / "model.safetensors")
+            self._numbered(0).rename(self._folder / "model.safetensors")
             return
         weight_map: dict[str, str] = {}
         for number, names in enumerate(self._files):
             file = f"model-{number + 1:05d}-of-{count:05d}.safetensors"
-            self._part(number).rename(self._folder / file)
+            self._numbered(number).rename(self._folder / file)
             weight_map |= dict.fromkeys(names, file)
         metadata = {"total_parameters": self._total_parameters, "total_size": self._total_bytes}
         index = json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2, sort_keys=True)
         (self._folder / "model.safetensors.index.json").write_text(index + "\n")
 
     def _flush(self) -> None:
-        save_file(self._shard, self._part(len(self._files)), metadata={"format": "pt"})
+        save_file(self._shard, self._numbered(len(self._files)), metadata={"format": "pt"})
         self._files.append(list(self._shard))
         self._shard, self._filled = {}, 0
 
-    def _part(self, number: int) -> Path:
+    def _numbered(self, number: int) -> Path:
         return self._folder / f"part-{number}"
 
 
 def write_config_and_tokenizer(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, folder: Path, dtype: torch.dtype
 ) -> None:
-    """Writes everything of a Hugging Face folder but the weights: config, generation config, code, tokenizer.
+    """Writes a Hugging Face folder without its weights: config, generation config, code, tokenizer.
 
     Args:
         model: The model.
         tokenizer: Its tokenizer, if it has one.
         folder: An existing folder.
-        dtype: Format of the weights, named in the config.
+        dtype: Dtype of the weights, named in the config.
     """
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
@@ -222,30 +226,30 @@ def _require_space(folder: Path, meta_model: PreTrainedModel) -> None:
 
 
 def _check(folder: Path, meta_model: PreTrainedModel) -> None:
-    """Opens what was written as a new run would: no tensor may be missing, left over or of another shape."""
+    """Opens the written folder as a new run would: no tensor may be missing, unexpected or of another shape."""
     try:
-        left_over = CheckpointWeights(str(folder), meta_model).unexpected
-        fault = f"it holds tensors without a place: {', '.join(left_over)}" if left_over else None
+        unexpected = CheckpointWeights(str(folder), meta_model).unexpected
+        fault = f"it holds unexpected tensors: {', '.join(unexpected)}" if unexpected else None
     except ModelError as error:
         fault = error.found
     if fault:
         raise ModelError(
             f"the export is not what {type(meta_model).__name__} loads: {fault}",
-            "an export is published only when its class loads it whole; what was there before is untouched",
+            "an export is published only if its class loads it completely; an earlier export is untouched",
             "report this with the model's config.json: its parameters or transformers' conversions do not add up",
         )
 
 
-def _publish(aside: Path, folder: Path) -> None:
-    """Swaps the new folder in; files of the old one that are no weights and that the new one lacks move over."""
+def _publish(partial: Path, folder: Path) -> None:
+    """Replaces the old folder by the new one, which takes over files other than weights that it lacks."""
     old = folder.with_name(f".{folder.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     if not folder.exists():
-        aside.rename(folder)
+        partial.rename(folder)
         return
     folder.rename(old)
     try:
-        aside.rename(folder)
+        partial.rename(folder)
     except OSError:
         old.rename(folder)
         raise

@@ -25,11 +25,11 @@ from ds_trainer.files import partial_path, sync
 
 @dataclass(frozen=True)
 class RankState:
-    """What belongs to one rank alone.
+    """State that differs between ranks.
 
     Args:
-        tensors: By name.
-        rest: JSON beside them.
+        tensors: Tensors by name.
+        rest: Other values, as JSON.
     """
 
     tensors: Mapping[str, torch.Tensor]
@@ -38,12 +38,12 @@ class RankState:
 
 @dataclass(frozen=True)
 class SharedState:
-    """What is the same for all ranks, written by the first.
+    """State that all ranks share, written by rank 0.
 
     Args:
-        state: Where the run is: counts, metrics, loss scale.
+        state: Progress of the run: counts, metrics, loss scale.
         run: The resolved config.
-        layout: Which slices every rank owns.
+        layout: The slices that every rank owns.
         write_config_and_tokenizer: Writes config, generation config and tokenizer into an empty folder.
     """
 
@@ -54,50 +54,50 @@ class SharedState:
 
 
 def save(
-    output_dir: Path, step: int, shards: Mapping[str, Shard], mine: RankState, shared: SharedState, mesh: Mesh
+    output_dir: Path, step: int, shards: Mapping[str, Shard], rank_state: RankState, shared: SharedState, mesh: Mesh
 ) -> Path:
-    """Saves one checkpoint: written aside, synced, read back, and renamed into place. Every rank must call it.
+    """Saves a checkpoint: writes to a temporary folder, syncs, reads back, renames. Every rank must call it.
 
     Args:
         output_dir: The run's folder, which every rank sees.
         step: Optimizer steps taken.
-        shards: This rank's part of masters and optimizer states.
-        mine: This rank's own state.
-        shared: What is the same for all ranks; read on rank 0 only.
+        shards: This rank's shards of master weights and optimizer states.
+        rank_state: This rank's own state.
+        shared: State that all ranks share; read on rank 0 only.
         mesh: Process groups.
 
     Returns:
-        Its folder.
+        The checkpoint's folder.
 
     Raises:
         MachineError: On every rank, if one could not write; earlier checkpoints are untouched.
     """
     folder = folder_of(output_dir, step)
-    aside, is_first = partial_path(folder), mesh.grid.rank == 0
+    partial, is_first = partial_path(folder), mesh.grid.rank == 0
     try:
-        with consensus(mesh, f"the save of {folder.name}"), _writing(folder):
+        with consensus(mesh, f"the save of {folder.name}"), _write_errors(folder):
             if is_first:
-                _write_shared(aside, shared)
+                _write_shared(partial, shared)
         with consensus(mesh, f"the folder of {folder.name}"):
-            _require_seen(aside, mesh.grid.rank)
-        _write_shards(shards, aside, mesh.grid.rank, folder)
+            _require_shared_folder(partial, mesh.grid.rank)
+        _write_shards(shards, partial, mesh.grid.rank, folder)
         written: dict[str, dict[str, int | str]] = {}
-        with consensus(mesh, f"the files of {folder.name}"), _writing(folder):
-            _write_rank(aside, mesh.grid.rank, mine)
-            names = [p.relative_to(aside).as_posix() for p in _files_of(aside, mesh.grid.rank)]
-            written = {name: _verified(aside / name) for name in names}
-        everyone = mesh.gather_over_world(written)
-        with consensus(mesh, f"the manifest of {folder.name}"), _writing(folder):
+        with consensus(mesh, f"the files of {folder.name}"), _write_errors(folder):
+            _write_rank(partial, mesh.grid.rank, rank_state)
+            names = [p.relative_to(partial).as_posix() for p in _files_of(partial, mesh.grid.rank)]
+            written = {name: _sync_and_verify(partial / name) for name in names}
+        all_written = mesh.gather_over_world(written)
+        with consensus(mesh, f"the manifest of {folder.name}"), _write_errors(folder):
             if is_first:
-                commit(aside, folder, {name: mark for of_rank in everyone for name, mark in of_rank.items()})
+                commit(partial, folder, {name: mark for written in all_written for name, mark in written.items()})
     finally:
         if is_first:
-            shutil.rmtree(aside, ignore_errors=True)
+            shutil.rmtree(partial, ignore_errors=True)
     return folder
 
 
 @contextmanager
-def _writing(folder: Path) -> Iterator[None]:
+def _write_errors(folder: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError) as error:
@@ -107,33 +107,33 @@ def _writing(folder: Path) -> Iterator[None]:
 def _cannot_write(folder: Path, error: BaseException) -> MachineError:
     return MachineError(
         f"{folder} cannot be written: {error}",
-        "a checkpoint needs a writable folder with room for 12 bytes per trained parameter under AdamW; "
-        "the checkpoints before are untouched",
+        "a checkpoint needs a writable folder with free space for 12 bytes per trained parameter under AdamW; "
+        "earlier checkpoints are untouched",
         "free space, lower checkpoint.keep_last, or set run.output_dir to another drive",
     )
 
 
-def _write_shared(aside: Path, shared: SharedState) -> None:
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
+def _write_shared(partial: Path, shared: SharedState) -> None:
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
     for name, content in ((STATE, shared.state), (RUN, shared.run), (LAYOUT, shared.layout)):
-        (aside / name).write_text(json.dumps(content), encoding="utf-8")
-    (aside / "model").mkdir()
-    shared.write_config_and_tokenizer(aside / "model")
+        (partial / name).write_text(json.dumps(content), encoding="utf-8")
+    (partial / "model").mkdir()
+    shared.write_config_and_tokenizer(partial / "model")
 
 
-def _require_seen(aside: Path, rank: int) -> None:
-    if not aside.is_dir():
+def _require_shared_folder(partial: Path, rank: int) -> None:
+    if not partial.is_dir():
         raise MachineError(
-            f"rank {rank} does not see {aside}, which rank 0 has just made",
+            f"rank {rank} does not see {partial}, which rank 0 has just created",
             "all ranks write into one folder, so nodes share its file system",
             "set run.output_dir to a folder on a drive that every node mounts",
         )
 
 
-def _write_shards(shards: Mapping[str, Shard], aside: Path, rank: int, folder: Path) -> None:
+def _write_shards(shards: Mapping[str, Shard], partial: Path, rank: int, folder: Path) -> None:
     try:
-        write_shards(shards, aside, rank)
+        write_shards(shards, partial, rank)
     except CheckpointException as error:
         rank, (cause, _) = next(iter(sorted(error.failures.items())))
         if not isinstance(cause, OSError | SafetensorError):
@@ -143,22 +143,22 @@ def _write_shards(shards: Mapping[str, Shard], aside: Path, rank: int, folder: P
         raise failure from cause
 
 
-def _write_rank(aside: Path, rank: int, mine: RankState) -> None:
-    # A dictionary of strings is what safetensors keeps beside tensors.
-    save_file(dict(mine.tensors), aside / rank_file(rank), metadata={"rest": json.dumps(mine.rest)})
+def _write_rank(partial: Path, rank: int, rank_state: RankState) -> None:
+    # The metadata of safetensors is a dictionary of strings.
+    save_file(dict(rank_state.tensors), partial / rank_file(rank), metadata={"rest": json.dumps(rank_state.rest)})
 
 
-def _files_of(aside: Path, rank: int) -> list[Path]:
-    """What a rank has written; what carries no rank's number is the first one's."""
-    own = [*aside.glob(f"state-{rank:05d}-*"), aside / rank_file(rank)]
-    if rank == 0:  # By name: other ranks are still writing, and safetensors' temporary files come and go.
-        own += [aside / name for name in (STATE, RUN, LAYOUT, INDEX)]
-        own += [path for path in (aside / "model").rglob("*") if path.is_file()]
+def _files_of(partial: Path, rank: int) -> list[Path]:
+    """Files that a rank has written; rank 0 writes those without a rank in their name."""
+    own = [*partial.glob(f"state-{rank:05d}-*"), partial / rank_file(rank)]
+    if rank == 0:  # Listed by name: other ranks are still writing, and safetensors makes temporary files.
+        own += [partial / name for name in (STATE, RUN, LAYOUT, INDEX)]
+        own += [path for path in (partial / "model").rglob("*") if path.is_file()]
     return own
 
 
-def _verified(path: Path) -> dict[str, int | str]:
-    """Puts a file on the disk and reads it back."""
+def _sync_and_verify(path: Path) -> dict[str, int | str]:
+    """Syncs a file, opens it, and returns its fingerprint."""
     sync(path)
     if path.suffix == ".safetensors" and path.parent.name != "model":
         with safe_open(path, framework="pt") as file:

@@ -1,4 +1,4 @@
-"""Reads a sharded state slice by slice: any rank, any slice, whoever wrote it."""
+"""Reads a sharded state: any rank reads any slice, however the writing ranks had sharded it."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from ds_trainer.models.weight_source import WeightSource
 
 
 @contextmanager
-def reading(folder: Path) -> Iterator[None]:
-    """Turns what a file that is not what it should be leads to into one error.
+def read_errors(folder: Path) -> Iterator[None]:
+    """Turns the various errors of reading a malformed file into one.
 
     Raises:
         CheckpointError: A file of the checkpoint cannot be read.
@@ -44,7 +44,7 @@ def reading(folder: Path) -> Iterator[None]:
 
 
 class ShardReader:
-    """The tensors of a checkpoint.
+    """Reads the sharded tensors of a checkpoint.
 
     Args:
         folder: A checkpoint whose files have been verified.
@@ -52,17 +52,17 @@ class ShardReader:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        with reading(folder):
+        with read_errors(folder):
             index: Mapping[str, Any] = json.loads((folder / INDEX).read_text(encoding="utf-8"))
             self.tensors = {fqn: _metadata(entry) for fqn, entry in index.items()}
             self._files = {fqn: [stored["file"] for stored in entry["boxes"]] for fqn, entry in index.items()}
         self._open = cache(lambda file: safe_open(folder / file, framework="pt"))
 
     def keys(self, name: str) -> list[str]:
-        """Keys of a parameter's state."""
+        """Keys of a parameter's state, such as `exp_avg`."""
         return [fqn.partition("/")[0] for fqn in self.tensors if fqn.partition("/")[2] == name]
 
-    def whole(self, fqn: str) -> torch.Tensor | None:
+    def full(self, fqn: str) -> torch.Tensor | None:
         """A full tensor; None where the checkpoint does not hold it."""
         if fqn not in self.tensors:
             return None
@@ -74,7 +74,7 @@ class ShardReader:
 
         Args:
             fqn: `<key>/<parameter>`.
-            piece: Which part of the full tensor.
+            piece: The slice, in the full tensor.
 
         Raises:
             CheckpointError: A file cannot be read.
@@ -84,11 +84,11 @@ class ShardReader:
         return out
 
     def read_slice(self, fqn: str, tensor_slice: TensorSlice) -> torch.Tensor:
-        """The elements of a box, on the host.
+        """The elements of a slice, on the host.
 
         Args:
             fqn: `<key>/<parameter>`.
-            tensor_slice: Which part of the full tensor.
+            tensor_slice: The slice, in the full tensor.
 
         Raises:
             CheckpointError: A file cannot be read.
@@ -102,7 +102,7 @@ class ShardReader:
             ChunkStorageMetadata(torch.Size(tensor_slice.offsets), torch.Size(tensor_slice.sizes))
             for tensor_slice, _ in wanted
         ]
-        with reading(self.folder):
+        with read_errors(self.folder):
             for item in create_read_items_for_chunk_list(fqn, self.tensors[fqn], chunks):
                 number, target = item.storage_index.index, item.dest_index.index
                 assert number is not None and target is not None and item.storage_index.offset is not None
@@ -124,39 +124,39 @@ def _metadata(entry: Mapping[str, Any]) -> TensorStorageMetadata:
 
 
 class MasterWeights(WeightSource):
-    """The fp32 masters of a checkpoint as the values that a run starts from; what was not trained comes from elsewhere.
+    """Reads the fp32 master weights of a checkpoint, and parameters that were not trained from another source.
 
     Args:
-        stored: The checkpoint's tensors.
+        saved: The checkpoint's tensors.
         others: Source of frozen parameters and buffers.
     """
 
-    def __init__(self, stored: ShardReader, others: WeightSource) -> None:
-        self._stored, self._others = stored, others
+    def __init__(self, saved: ShardReader, others: WeightSource) -> None:
+        self._saved, self._others = saved, others
 
     def view(self, name: str, flat: tuple[int, int] | None = None) -> torch.Tensor:
         """As in `WeightSource`."""
         fqn = f"{MASTER}/{name}"
-        if fqn not in self._stored.tensors:
+        if fqn not in self._saved.tensors:
             return self._others.view(name, flat)
         if flat is not None:
-            shape = tuple(self._stored.tensors[fqn].size)
-            return self._stored.read(fqn, ParameterSlice.flat_range(name, shape, *flat))
-        whole = self._stored.whole(fqn)
-        assert whole is not None
-        return whole
+            shape = tuple(self._saved.tensors[fqn].size)
+            return self._saved.read(fqn, ParameterSlice.flat_range(name, shape, *flat))
+        full = self._saved.full(fqn)
+        assert full is not None
+        return full
 
     def read_slice(self, name: str, tensor_slice: TensorSlice) -> torch.Tensor:
         """As in `WeightSource`."""
         fqn = f"{MASTER}/{name}"
         return (
-            self._stored.read_slice(fqn, tensor_slice)
-            if fqn in self._stored.tensors
+            self._saved.read_slice(fqn, tensor_slice)
+            if fqn in self._saved.tensors
             else self._others.read_slice(name, tensor_slice)
         )
 
     def stored_dtype(self, name: str) -> torch.dtype:
         """As in `WeightSource`."""
         fqn = f"{MASTER}/{name}"
-        known = self._stored.tensors.get(fqn)
+        known = self._saved.tensors.get(fqn)
         return self._others.stored_dtype(name) if known is None else known.properties.dtype

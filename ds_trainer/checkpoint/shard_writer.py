@@ -1,8 +1,8 @@
 """Sharded tensors as safetensors files and a JSON index, written through torch.distributed.checkpoint.
 
-A tensor of a parameter's state is kept under `<key>/<parameter>`, such as `exp_avg/model.norm.weight`, in boxes of its
-full shape. Every rank offers the boxes that it owns; torch.distributed.checkpoint gives a box that several ranks own to
-the one that has least to write.
+A tensor of a parameter's state is kept under `<key>/<parameter>`, such as `exp_avg/model.norm.weight`, in slices of its
+full shape. Every rank offers the slices that it owns; torch.distributed.checkpoint assigns a slice that several ranks
+own to the one that has least to write.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from ds_trainer.layout import ParameterSlice
 
 INDEX = "index.json"
 _FILE_BYTES = 1 << 30
-"""A file is filled in memory before it is written: so much of the host a save may take."""
+"""Size of a file, which is filled in host memory before it is written."""
 
 
 class Shard:
-    """This rank's boxes of one tensor, as torch.distributed.checkpoint asks for them.
+    """This rank's slices of one tensor, in the form that torch.distributed.checkpoint takes.
 
     Args:
-        handle: Where the values are.
-        piece: Which part of the full tensor they are.
+        handle: Gives the values.
+        piece: What the rank owns of the full tensor.
     """
 
     def __init__(self, handle: StateTensor, piece: ParameterSlice) -> None:
@@ -62,16 +62,16 @@ class Shard:
         ]
 
     def read(self) -> torch.Tensor:
-        """The values of all boxes, flat, on the host."""
+        """The values of all slices, flat, on the host."""
         return self._handle.read().reshape(-1).cpu()
 
     def slice_values(self, values: torch.Tensor, offsets: tuple[int, ...]) -> torch.Tensor:
-        """The values of one box, out of those of all."""
+        """The values of the slice at `offsets`, out of those of all slices."""
         return self._parts[offsets].of(values).contiguous()
 
 
 def make_shards(state: State, layout: list[ParameterSlice]) -> dict[str, Shard]:
-    """What a rank offers to a checkpoint.
+    """This rank's shards of all states, by `<key>/<parameter>`.
 
     Args:
         state: The engine's handles.
@@ -86,7 +86,7 @@ def make_shards(state: State, layout: list[ParameterSlice]) -> dict[str, Shard]:
 
 
 def state_slice(piece: ParameterSlice, handle: StateTensor) -> ParameterSlice:
-    """The slice that a tensor of a parameter's state is: the parameter's own, or the whole of another shape."""
+    """What a state tensor holds: the same slice as the parameter, or a full tensor of another shape."""
     return piece if handle.shape == (piece.numel,) else ParameterSlice.whole(piece.name, handle.shape)
 
 
@@ -94,7 +94,7 @@ class _Planner(dcp.DefaultSavePlanner):
     """torch.distributed.checkpoint's planner, which by itself looks up tensors only."""
 
     _held: tuple[str, torch.Tensor] | None = None
-    """Name and values of the shard that was read last: once for all its boxes, which follow one another."""
+    """Name and values of the shard that was read last: its slices follow one another, so it is read once."""
 
     def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
         assert index.offset is not None
@@ -105,11 +105,11 @@ class _Planner(dcp.DefaultSavePlanner):
 
 
 class SafetensorsWriter(StorageWriter):
-    """Writes each rank's boxes into files of its own, and the index on the coordinator.
+    """Writes each rank's slices to its own files, and the index on the coordinator.
 
     Args:
         folder: An existing folder.
-        rank: This rank's number, part of its files' names.
+        rank: This rank's global rank, which its file names contain.
     """
 
     def __init__(self, folder: Path, rank: int) -> None:
@@ -132,16 +132,16 @@ class SafetensorsWriter(StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Writes this rank's files, at most `_FILE_BYTES` of memory at a time."""
         results: list[WriteResult] = []
-        for number, part in enumerate(_parts(plan, planner)):
+        for number, portion in enumerate(_portions(plan, planner)):
             file = f"state-{self._rank:05d}-{number:03d}.safetensors"
-            save_file({slice_key(index): tensor for index, tensor in part.items()}, self._folder / file)
-            results += [WriteResult(index, tensor.nbytes, file) for index, tensor in part.items()]
+            save_file({slice_key(index): tensor for index, tensor in portion.items()}, self._folder / file)
+            results += [WriteResult(index, tensor.nbytes, file) for index, tensor in portion.items()]
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Writes the index: format, shape, and the boxes of every tensor with their files."""
+        """Writes the index: dtype, shape, and the slices of every tensor with their files."""
         files = {result.index: result.storage_data for of_rank in results for result in of_rank}
         index: dict[str, Any] = {}
         for fqn, tensor in metadata.state_dict_metadata.items():
@@ -162,24 +162,24 @@ class SafetensorsWriter(StorageWriter):
         return isinstance(checkpoint_id, str | Path)
 
 
-def _parts(plan: SavePlan, planner: SavePlanner) -> Iterator[dict[MetadataIndex, torch.Tensor]]:
+def _portions(plan: SavePlan, planner: SavePlanner) -> Iterator[dict[MetadataIndex, torch.Tensor]]:
     """The plan's tensors in the order of the plan, in portions of about `_FILE_BYTES`."""
-    part: dict[MetadataIndex, torch.Tensor] = {}
+    portion: dict[MetadataIndex, torch.Tensor] = {}
     filled = 0
     for item in plan.items:
         tensor = planner.resolve_data(item)
         assert isinstance(tensor, torch.Tensor)
-        if part and filled + tensor.nbytes > _FILE_BYTES:
-            yield part
-            part, filled = {}, 0
-        part[item.index] = tensor
+        if portion and filled + tensor.nbytes > _FILE_BYTES:
+            yield portion
+            portion, filled = {}, 0
+        portion[item.index] = tensor
         filled += tensor.nbytes
-    if part:
-        yield part
+    if portion:
+        yield portion
 
 
 def slice_key(index: MetadataIndex) -> str:
-    """Name of a box in its file: the tensor's, and where the box begins: `master/lm_head.weight@4,0`."""
+    """Name of a slice in its file: the tensor's name and the slice's offsets, as in `master/lm_head.weight@4,0`."""
     return f"{index.fqn}@{','.join(map(str, index.offset or ()))}"
 
 
@@ -187,9 +187,9 @@ def write_shards(shards: Mapping[str, Shard], folder: Path, rank: int) -> None:
     """Writes a sharded state. A collective.
 
     Args:
-        shards: This rank's part by name.
+        shards: This rank's shards by name.
         folder: An existing folder that every rank sees.
-        rank: This rank's number.
+        rank: This rank's global rank.
 
     Raises:
         dcp.api.CheckpointException: On every rank, if one could not write.

@@ -1,4 +1,4 @@
-"""Writes, before the first step, what a run will have to write at its end, so that a bad config cannot cost the run."""
+"""Writes the small files of a checkpoint and an export before the first step, so that a bad config fails at once."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ def trial_save(
     dtype: torch.dtype,
     state: Mapping[str, Any],
 ) -> None:
-    """Writes config, generation config, tokenizer and the trainer's state into a folder that is removed again.
+    """Writes config, generation config, tokenizer and the trainer's state into a temporary folder.
 
     Args:
         output_dir: The run's folder.
         model: The model.
         tokenizer: Its tokenizer, if it has one.
-        dtype: Format of the export.
-        state: What a checkpoint would hold of the trainer.
+        dtype: Dtype of the export.
+        state: The trainer's state, as a checkpoint holds it.
 
     Raises:
-        ModelError: Something of it cannot be written as JSON, or not be read back.
+        ModelError: A config, the tokenizer or the state cannot be written as JSON, or the config not read back.
         MachineError: The folder cannot be written to.
     """
     try:
@@ -48,12 +48,12 @@ def trial_save(
     except OSError as error:
         raise MachineError(
             f"{output_dir} cannot be written: {error}",
-            "checkpoints and the model go there",
+            "checkpoints and the model are written there",
             "set run.output_dir to a writable folder with free space",
         ) from error
     except (TypeError, ValueError) as error:
         raise ModelError(
-            f"the model's config, its tokenizer or a state of yours cannot be saved: {error}",
+            f"the model's config, its tokenizer or the state of a callback or scheduler cannot be saved: {error}",
             "all of them are written once before the first step, so that the run's end does not fail",
-            "mend the config, the tokenizer, or the state_dict() of your callback or scheduler",
+            "fix the config, the tokenizer, or the state_dict() of the callback or scheduler",
         ) from error

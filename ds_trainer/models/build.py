@@ -50,7 +50,7 @@ def build_model(
             raise ConfigError(
                 f"model.gradient_checkpointing is {json.dumps(config.gradient_checkpointing)} and "
                 f"{type(model).__name__} is not a model of transformers",
-                "activations are recomputed by the layers of transformers' own models",
+                "activations are recomputed by the layers of transformers' models",
                 "set model.gradient_checkpointing to false and call torch.utils.checkpoint in the model yourself",
             )
         elif run.checkpoint.export:

@@ -52,7 +52,7 @@ def chunk_cross_entropy(model: PreTrainedModel, chunk_tokens: int, cross_entropy
         hidden_NH, labels_N = outputs.last_hidden_state[labelled], shifted_labels[labelled]
         return {"loss_sum": _loss_sum(self, names, type(outputs), hidden_NH, labels_N, chunk_tokens, cross_entropy)}
 
-    model.forward = MethodType(forward, model)  # Bound, so that a deep copy of the model runs its own.
+    model.forward = MethodType(forward, model)  # Bound, so that a deep copy of the model runs on the copy.
 
 
 @dataclass(frozen=True)

@@ -39,8 +39,8 @@ def compile_blocks(model: nn.Module) -> None:
 
 def _forward(self: nn.Module, *args: Any, **inputs: Any) -> Any:
     """Runs below a block's hooks, which are the engine's. Looks the class up at call time, since FSDP2 changes it."""
-    own: Any = type(self).forward
-    return (_compiled(own) if self.training else own)(self, *args, **inputs)
+    forward: Any = type(self).forward
+    return (_compiled(forward) if self.training else forward)(self, *args, **inputs)
 
 
 _compiled = cache(torch.compile)

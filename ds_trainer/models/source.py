@@ -1,4 +1,4 @@
-"""What is known of a run's model before it is built."""
+"""The model of a run before it is built: its sizes and dtype."""
 
 from __future__ import annotations
 

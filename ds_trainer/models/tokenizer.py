@@ -43,6 +43,6 @@ def load_tokenizer(model_config: ModelConfig, folder: str) -> PreTrainedTokenize
     except (OSError, ValueError, ImportError, KeyError) as error:
         raise ModelError(
             f"{source} holds no tokenizer that transformers can read: {str(error).strip().splitlines()[0]}",
-            "text is cut into tokens by the checkpoint's tokenizer, or by the one that model.tokenizer names",
+            "text is tokenised by the checkpoint's tokenizer, or by the one that model.tokenizer names",
             "set model.tokenizer to a folder or hub id with a tokenizer",
         ) from error

@@ -29,11 +29,11 @@ class WeightSource(ABC):
         """
 
     def read_slice(self, name: str, wanted: TensorSlice) -> torch.Tensor:
-        """A rectangular part of `view`, to be copied from at once; a source that can reads nothing else for it.
+        """A slice of `view`, to be copied at once; sources override this where they can read that slice alone.
 
         Args:
             name: As in `view`.
-            wanted: Which part of the full tensor.
+            wanted: The slice, in the full tensor.
         """
         return self.view(name)[wanted.index]
 

@@ -160,5 +160,5 @@ def _below(tensors: Mapping[str, torch.Tensor], prefix: str) -> dict[str, torch.
 def best_parameters(engine: Engine, saved: ShardReader) -> Iterator[tuple[str, torch.Tensor]]:
     """Every parameter, whole: a trained one as a checkpoint holds it, a frozen one from the engine."""
     for name, value in engine.full_parameters():
-        trained = saved.whole(f"{MASTER}/{name}")
+        trained = saved.full(f"{MASTER}/{name}")
         yield name, value if trained is None else trained
