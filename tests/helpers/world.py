@@ -10,6 +10,7 @@ import gc
 import multiprocessing
 import os
 import pickle
+import signal
 import sys
 import tempfile
 import traceback
@@ -19,6 +20,8 @@ from typing import Any
 
 PRELOAD = [
     "torch",
+    # Ahead of all that imports the functions which it replaces.
+    "tests.helpers.machine_facts",
     # DeepSpeed imports these at its first set-up, which takes seconds.
     "torch._inductor.compile_fx",
     "deepspeed.runtime.zero.muon.muon_optimizer",
@@ -96,11 +99,18 @@ def _receive(receiver: Any, timeout_s: float) -> tuple[bool, Any]:
         return False, "ended without a result"
 
 
+def _default_signals() -> None:
+    """As in a terminal: a shell ignores SIGINT in background jobs, `nohup` ignores SIGHUP, and ranks inherit both."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 def _rank(function: Callable, args: tuple, rank: int, ranks: int, folder: str, sender: Any, timeout_s: float) -> None:
     import torch
 
     gc.freeze()  # A collection would otherwise walk, and so copy, all that the fork shares with the server.
     faulthandler.dump_traceback_later(timeout_s, exit=True)
+    _default_signals()
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(ranks))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
