@@ -12,19 +12,19 @@ from ds_trainer.metrics import EvalMetrics, StepMetrics
 
 
 class Callback:
-    """Base class: every method does nothing. All ranks call every method; `trainer.control` takes what it asks for."""
+    """Base class: every method does nothing. All ranks call every method; requests go to `trainer.control`."""
 
     def on_init_end(self, trainer: TrainerView) -> None:
-        """After the Trainer has been put together."""
+        """After the Trainer has been set up."""
 
     def on_train_begin(self, trainer: TrainerView) -> None:
-        """Before the first step; a resumed run has its checkpoint's state by now."""
+        """Before the first step; a resumed run has its checkpoint's state already."""
 
     def on_step_begin(self, trainer: TrainerView) -> None:
         """Before a step's first forward pass."""
 
     def on_pre_optimizer_step(self, trainer: TrainerView) -> None:
-        """After the last backward pass, before clipping and the update; gradients are whole here."""
+        """After the last backward pass, before clipping and the update; gradients are complete here."""
 
     def on_step_end(self, trainer: TrainerView) -> None:
         """After every optimizer step; `trainer.state` holds its loss and gradient norm."""
@@ -42,7 +42,7 @@ class Callback:
         """After a prediction."""
 
     def on_save(self, trainer: TrainerView, folder: Path) -> None:
-        """After a checkpoint has been saved whole."""
+        """After a checkpoint has been saved completely."""
 
     def on_epoch_begin(self, trainer: TrainerView) -> None:
         """Before the first step of an epoch."""
@@ -64,11 +64,11 @@ class Callback:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes back, on every rank and before `on_train_begin`, what `state_dict` returned."""
+        """Loads what `state_dict` returned, on every rank and before `on_train_begin`."""
 
 
 def states_of(callbacks: Sequence[Callback]) -> dict[str, list[dict[str, Any]]]:
-    """Class name -> the states of the callbacks of that class, in their order; those without a state are left out."""
+    """Class name -> states of the callbacks of that class, in order; callbacks without a state are left out."""
     states: dict[str, list[dict[str, Any]]] = {}
     for callback in callbacks:
         if state := callback.state_dict():
@@ -77,7 +77,7 @@ def states_of(callbacks: Sequence[Callback]) -> dict[str, list[dict[str, Any]]]:
 
 
 def restore_states(callbacks: Sequence[Callback], states: Mapping[str, Sequence[dict[str, Any]]]) -> None:
-    """Gives every callback the state that `states_of` took of one of its class, in the same order."""
+    """Loads what `states_of` returned: the nth state of a class into the nth callback of that class."""
     left = {name: list(each) for name, each in states.items()}
     for callback in callbacks:
         if left.get(type(callback).__name__):

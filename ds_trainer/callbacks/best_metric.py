@@ -1,4 +1,4 @@
-"""Which of two evaluations is the better one. Pure."""
+"""Compares evaluations by `evaluation.metric_for_best_model`."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ def metric_value(metrics: EvalMetrics, name: str) -> float:
     """One metric of an evaluation, named with or without `eval_`, as `evaluation.metric_for_best_model` names it.
 
     Raises:
-        ConfigError: The evaluation does not give it.
+        ConfigError: The evaluation does not have it.
     """
     given = {"eval_loss": metrics.eval_loss, **metrics.extra}
     key = name if name.startswith("eval_") else f"eval_{name}"
     if key not in given:
         raise ConfigError(
-            f"evaluation.metric_for_best_model = {name}, and the evaluation gave {', '.join(given)}",
-            "the best model is found by a metric that every evaluation gives",
+            f"evaluation.metric_for_best_model = {name}, and the evaluation has {', '.join(given)}",
+            "the best model is found by a metric that every evaluation has",
             "set evaluation.metric_for_best_model to one of those, or return it from compute_metrics",
         )
     return given[key]

@@ -24,7 +24,7 @@ class MetricsCallback(Callback):
         self._lacks_lines = False
 
     def on_train_begin(self, trainer: TrainerView) -> None:
-        """Opens the file; a resumed run's begins with the lines up to its checkpoint."""
+        """Opens the file; that of a resumed run begins with the lines up to its checkpoint."""
         self._writer = MetricsWriter(self._path, trainer.state.log_history)
 
     def on_log(self, trainer: TrainerView, metrics: StepMetrics) -> None:
@@ -36,12 +36,12 @@ class MetricsCallback(Callback):
         self._write(trainer, metrics)
 
     def on_train_end(self, trainer: TrainerView) -> None:
-        """Writes what a full disk did not take."""
+        """Writes lines that could not be written before, to a full disk for example."""
         if self._lacks_lines:
             self._write(trainer, None)
 
     def _write(self, trainer: TrainerView, metrics: StepMetrics | EvalMetrics | None) -> None:
-        """Writes a line, or, after one that failed, all of them: the run itself does not end for its metrics."""
+        """Writes a line, or all of them after a failure, which does not end the run."""
         if self._writer is None:
             return
         try:
@@ -53,7 +53,7 @@ class MetricsCallback(Callback):
                 self._writer.write(metrics)
         except OSError as error:
             self._lacks_lines = True
-            warn_once(f"{self._path} cannot be written ({error}): its lines follow when the disk takes them")
+            warn_once(f"{self._path} cannot be written ({error}): its lines follow when it can be written again")
 
     def close(self) -> None:
         """Closes the file."""
@@ -106,9 +106,9 @@ class ProgressCallback(Callback):
 
 
 class PlotCallback(Callback):
-    """Draws the run's pictures into the output folder when the training ends in good order, on rank 0.
+    """Draws the run's pictures into the output folder when the training ends without an error, on rank 0.
 
-    Not after an error: a launcher would kill this rank while it draws, its last words unsaid.
+    Not after an error: a launcher would kill this rank while it draws, before it has reported the error.
 
     Args:
         metrics_path: The run's metrics file.

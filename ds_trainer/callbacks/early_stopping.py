@@ -1,4 +1,4 @@
-"""Ends a training whose evaluations no longer get better."""
+"""Ends a training whose evaluations no longer improve."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from ds_trainer.metrics import EvalMetrics
 class EarlyStoppingCallback(Callback):
     """Stops after `early_stopping_patience` evaluations in a row without a better metric.
 
-    As transformers' callback of that name: a gain of at most the threshold does not count, though the value it leads to
-    is the one to beat from then on. Every rank holds one and sees the same metrics.
+    Works as transformers' callback of that name: a gain of at most the threshold does not reset the count, but the new
+    value is the one to beat from then on. Every rank has one and gets the same metrics.
 
     Args:
         config: Evaluation section, resolved.
@@ -32,14 +32,14 @@ class EarlyStoppingCallback(Callback):
         self._without_gain = 0
 
     def on_train_begin(self, trainer: TrainerView) -> None:
-        """Asks for the end at once where the run that is resumed had been stopped."""
+        """Requests the end at once where the resumed run had been stopped by this callback."""
         trainer.control.should_training_stop |= self._without_gain >= self._patience
 
     def on_evaluate(self, trainer: TrainerView, metrics: EvalMetrics) -> None:
-        """Counts, and asks for the end of the training where patience has run out.
+        """Counts evaluations without a gain, and requests the end of the training after too many.
 
         Raises:
-            ConfigError: The evaluation does not give the metric.
+            ConfigError: The evaluation does not have the metric.
         """
         value = metric_value(metrics, self._metric)
         gained = is_better(value, self._best, self._greater_is_better, self._threshold)
@@ -57,5 +57,5 @@ class EarlyStoppingCallback(Callback):
         return {"best": self._best, "without_gain": self._without_gain}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on counting where the checkpoint's run stood."""
+        """Continues the count of the checkpoint's run."""
         self._best, self._without_gain = state["best"], state["without_gain"]

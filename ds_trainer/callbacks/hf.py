@@ -1,13 +1,13 @@
-"""transformers' `TrainerCallback` objects in this Trainer, where moment and meaning are the same.
+"""Runs transformers' `TrainerCallback` objects in this Trainer, for events that both trainers have.
 
 They get transformers' own `TrainerState` and `TrainerControl`, and as `args` those of `TrainingArguments` that have an
 equal in the config. What differs:
 
 - `model` is the bare module; under ZeRO-3 its parameters are empty outside of forward and backward passes.
-- `optimizer` has `param_groups` only; states are cut differently on every engine.
-- `train_dataloader` and `eval_dataloader` are a `BatchLoader`, which is no torch `DataLoader`.
+- `optimizer` has `param_groups` only; states are sharded differently on every engine.
+- `train_dataloader` and `eval_dataloader` are a `BatchLoader`, which is not a torch `DataLoader`.
 - At `on_pre_optimizer_step` gradients are not clipped yet; on DeepSpeed they are not in `.grad`.
-- `control` shows what callbacks ask for, not what is due by the config, which cannot be called off.
+- `control` shows what callbacks request. What is due by the config is not shown and cannot be cancelled.
 - There is no last `on_log` with the run's totals, and `num_input_tokens_seen` and `total_flos` stay 0.
 """
 
@@ -35,41 +35,41 @@ _SAME = ("global_step", "epoch", "best_metric", "best_global_step", "best_model_
 
 
 def adapted(callbacks: Sequence[Any]) -> list[Callback]:
-    """Callbacks of this package as they are, and after them one that stands for all of transformers'.
+    """Callbacks of this package as they are, and after them one that runs all of transformers'.
 
     Args:
         callbacks: Objects of either kind, or classes of transformers' kind.
 
     Raises:
-        ConfigError: An object is of neither kind, or waits for a moment that does not exist here.
+        ConfigError: An object is of neither kind, or overrides an event that does not exist here.
     """
-    own = [callback for callback in callbacks if isinstance(callback, Callback)]
+    native = [callback for callback in callbacks if isinstance(callback, Callback)]
     others = [callback for callback in callbacks if not isinstance(callback, Callback)]
     if not others:
-        return own
+        return native
     from transformers import TrainerCallback
 
     others = [callback() if isinstance(callback, type) else callback for callback in others]
-    strangers = [type(callback).__name__ for callback in others if not isinstance(callback, TrainerCallback)]
-    if strangers:
+    unknown = [type(callback).__name__ for callback in others if not isinstance(callback, TrainerCallback)]
+    if unknown:
         raise ConfigError(
-            f"callbacks holds {', '.join(strangers)}",
+            f"callbacks holds {', '.join(unknown)}",
             "a callback is a ds_trainer.Callback or a transformers.TrainerCallback",
             "subclass one of them",
         )
     for callback in others:
-        _check_moments(callback, TrainerCallback)
-    return [*own, HFCallbacks(others)]
+        _check_events(callback, TrainerCallback)
+    return [*native, HFCallbacks(others)]
 
 
-def _check_moments(callback: TrainerCallback, base: type) -> None:
+def _check_events(callback: TrainerCallback, base: type) -> None:
     absent = [name for name in vars(base) if name.startswith("on_") and not hasattr(Callback, name)]
-    waits_for = [name for name in absent if getattr(type(callback), name) is not getattr(base, name)]
-    if waits_for:
+    overridden = [name for name in absent if getattr(type(callback), name) is not getattr(base, name)]
+    if overridden:
         raise ConfigError(
-            f"callbacks holds {type(callback).__name__}, which overrides {', '.join(waits_for)}",
-            f"{', '.join(absent)} would never be called: engines do not let anyone in at these moments",
-            f"move what {', '.join(waits_for)} does to another method, such as on_pre_optimizer_step or on_step_end",
+            f"callbacks holds {type(callback).__name__}, which overrides {', '.join(overridden)}",
+            f"{', '.join(absent)} would never be called: engines have no hook for these events",
+            f"move what {', '.join(overridden)} does to another method, such as on_pre_optimizer_step or on_step_end",
         )
 
 
@@ -156,10 +156,10 @@ class HFCallbacks(Callback):
         Args:
             trainer: The trainer.
             event: The method.
-            given: What this event gives besides.
+            given: Further arguments of this event.
 
         Raises:
-            ConfigError: A callback asks for the end of the epoch.
+            ConfigError: A callback requests the end of the epoch.
         """
         self._update_state(trainer)
         for flag in _FLAGS:
@@ -179,7 +179,7 @@ class HFCallbacks(Callback):
                 raise ConfigError(
                     f"{type(callback).__name__} sets control.should_epoch_stop",
                     "an epoch is trained to its end: each sample is seen once in it",
-                    "set control.should_training_stop, or take the callback out",
+                    "set control.should_training_stop, or remove the callback",
                 )
         for flag in _FLAGS:
             setattr(trainer.control, flag, getattr(self._control, flag))
@@ -193,7 +193,7 @@ class HFCallbacks(Callback):
             theirs.log_history.append(epoch | hf_logs(metrics) | {"step": metrics.step})
 
     def state_dict(self) -> dict[str, Any]:
-        """Class name -> states of those callbacks that can say theirs."""
+        """Class name -> states of those callbacks that export theirs."""
         from transformers.trainer_callback import ExportableState
 
         states: dict[str, list[dict]] = {}

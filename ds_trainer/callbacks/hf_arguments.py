@@ -13,17 +13,17 @@ from ds_trainer.launch.rank_grid import Grid
 
 
 class NoSuchArgument(ConfigError, AttributeError):
-    """A callback reads an attribute of `TrainingArguments` that means nothing in this run."""
+    """A callback reads an attribute of `TrainingArguments` that has no equal in this run's config."""
 
 
 class Arguments:
-    """Stands for `TrainingArguments`, read-only by custom, as callbacks get it.
+    """Takes the place of `TrainingArguments` in the calls of callbacks, which only read it.
 
     Args:
         config: The run's config, resolved.
         grid: Where this rank is.
         max_steps: Optimizer steps of the run.
-        num_epochs: Passes over the training data in which they end.
+        num_epochs: Passes over the training data, rounded up.
     """
 
     def __init__(self, config: RunConfig, grid: Grid, max_steps: int, num_epochs: int) -> None:
@@ -45,10 +45,10 @@ class Arguments:
         self.use_cpu = config.run.device == "cpu"
 
     def __getattr__(self, name: str) -> Any:
-        """Called for what is not there.
+        """Called for attributes that do not exist.
 
         Raises:
-            NoSuchArgument: Always; `hasattr` and `getattr` with a default take it for the AttributeError that it is.
+            NoSuchArgument: Always; `hasattr` and `getattr` with a default treat it as an AttributeError.
         """
         raise NoSuchArgument(
             f"a callback reads args.{name}",

@@ -1,4 +1,4 @@
-"""A line of metrics under the names that transformers logs, which trackers and its callbacks go by. Pure."""
+"""Metrics under the names that transformers logs, which trackers and transformers' callbacks expect."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _RENAMED = {"lr": "learning_rate", "eval_s": "eval_runtime"}
 
 
 def hf_logs(metrics: StepMetrics | EvalMetrics) -> dict[str, float]:
-    """`loss`, `learning_rate`, `grad_norm`, `epoch`, `eval_loss`, ..., and what else the line holds; no `step`."""
+    """`loss`, `learning_rate`, `grad_norm`, `epoch`, `eval_loss`, ..., and the other values, without `step`."""
     line = asdict(metrics)
     line |= line.pop("extra", {})
     return {_RENAMED.get(name, name): value for name, value in line.items() if name != "step" and value is not None}

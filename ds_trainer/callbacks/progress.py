@@ -1,4 +1,4 @@
-"""One progress bar on rank 0; where the output is no terminal, a plain line every few seconds instead."""
+"""One progress bar on rank 0; without a terminal, a plain line every few seconds instead."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def summary(metrics: StepMetrics) -> str:
 
 
 class Progress:
-    """Shows how far a run is. Use as a context manager: log lines are then written above the bar and not through it.
+    """Shows the progress of a run. Use as a context manager: log lines are then written above the bar.
 
     Args:
         total_steps: Optimizer steps of the run.
         bar: Whether a bar is wanted; False: a line for every logging window, on a terminal too.
-        first_step: Steps taken before, by the run that this one resumes; they took no time of this one.
+        first_step: Steps of the run that this one resumes; the remaining time ignores them.
     """
 
     def __init__(self, total_steps: int, bar: bool, first_step: int = 0) -> None:

@@ -25,15 +25,15 @@ from ds_trainer.log import get_logger, warn_once
 from ds_trainer.metrics import EvalMetrics, StepMetrics
 
 START_S = 60.0
-"""How long the start of a run waits for a tracker: on a login, a server, a slow import."""
+"""Longest wait at the start of a run for a tracker: a login, a server, a slow import."""
 FINISH_S = 15.0
-"""How long the end of a run waits for a tracker to send what it has left: a stopped run has little time."""
-MOST_WAITING = 10_000
-"""Lines that wait for a slow tracker; with more, new ones are dropped."""
+"""Longest wait at the end of a run for a tracker to send its last lines: a stopped run has little time."""
+MAX_WAITING_LINES = 10_000
+"""Most lines that wait for a slow tracker; new ones are dropped then."""
 
 
 def check_trackers(config: LoggingConfig) -> None:
-    """Finds out ahead of the run whether the trackers' packages are installed.
+    """Checks before the run that the trackers' packages are installed.
 
     Raises:
         ConfigError: One is not.
@@ -42,7 +42,7 @@ def check_trackers(config: LoggingConfig) -> None:
     if missing:
         raise ConfigError(
             f"logging.report_to names {', '.join(missing)}, not installed here",
-            "a tracker is a package of its own",
+            "each tracker is a separate package",
             f"pip install {' '.join(missing)}, or remove it from logging.report_to",
         )
 
@@ -50,11 +50,11 @@ def check_trackers(config: LoggingConfig) -> None:
 class TrackerCallback(Callback):
     """Sends the config, every logged line and every evaluation to the trackers of `logging.report_to`.
 
-    A resumed run goes on in the trackers' runs that its checkpoint names. Every rank holds one, rank 0's acts.
+    A resumed run continues the trackers' runs that its checkpoint names. Every rank has one; only that of rank 0 sends.
     """
 
     def __init__(self) -> None:
-        self._feeds: list[_Feed] = []
+        self._threads: list[_TrackerThread] = []
         self._runs: dict[str, str] = {}
 
     def on_train_begin(self, trainer: TrainerView) -> None:
@@ -72,9 +72,9 @@ class TrackerCallback(Callback):
     def _start(self, config: RunConfig, step: int) -> None:
         for name in config.logging.report_to:
             earlier = self._runs.get(name)
-            feed = _Feed(name, _make(name, config, earlier, step))
-            self._runs[name] = feed.start({} if earlier else _flat(config))
-            self._feeds.append(feed)
+            thread = _TrackerThread(name, _make(name, config, earlier, step))
+            self._runs[name] = thread.start({} if earlier else _flat(config))
+            self._threads.append(thread)
             get_logger().info("%s: run %s", name, self._runs[name])
 
     def on_log(self, trainer: TrainerView, metrics: StepMetrics) -> None:
@@ -86,29 +86,29 @@ class TrackerCallback(Callback):
         self._send(metrics)
 
     def _send(self, metrics: StepMetrics | EvalMetrics) -> None:
-        for feed in self._feeds:
-            feed.log(by_phase(hf_logs(metrics)), metrics.step)
+        for thread in self._threads:
+            thread.log(by_phase(hf_logs(metrics)), metrics.step)
 
     def close(self) -> None:
-        """Waits for what the trackers have left to send, not for ever."""
-        for feed in self._feeds:
-            feed.finish()
-        self._feeds = []
+        """Waits a limited time for the trackers to send their last lines."""
+        for thread in self._threads:
+            thread.finish()
+        self._threads = []
 
     def state_dict(self) -> dict[str, Any]:
         """The trackers' names for this run."""
         return dict(self._runs)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on in these runs."""
+        """Continues these runs."""
         self._runs = dict(state)
 
 
-class _Feed:
-    """Calls one tracker, always from one and the same thread of its own.
+class _TrackerThread:
+    """Calls one tracker, always from the same separate thread.
 
-    A server that is slow or gone blocks inside a tracker's call, for minutes where it tries again; a step must not wait
-    for that. One thread only, since MLflow knows its active run by thread.
+    A slow or unreachable server blocks a tracker's call, for minutes where it retries; a step must not wait for that.
+    There is only one thread, since MLflow keeps its active run by thread.
     """
 
     def __init__(self, name: str, tracker: Any) -> None:
@@ -134,24 +134,24 @@ class _Feed:
             found = f"{self._name} does not start: {type(error).__name__}: {error}"
         raise MachineError(
             found,
-            "a run that is to be tracked does not begin untracked",
+            "a run does not begin before its trackers have",
             f"log in to {self._name}, use its offline mode, or remove it from logging.report_to",
         )
 
     def log(self, line: dict[str, float], step: int) -> None:
-        """Hands a line over without waiting."""
-        if self._lines.qsize() < MOST_WAITING:
+        """Queues a line without waiting."""
+        if self._lines.qsize() < MAX_WAITING_LINES:
             self._lines.put((line, step))
         else:
-            warn_once(f"{self._name} is {MOST_WAITING} lines behind: new ones are dropped")
+            warn_once(f"{self._name} is {MAX_WAITING_LINES} lines behind: new ones are dropped")
 
     def finish(self) -> None:
-        """Waits until the tracker has sent everything, for a while."""
+        """Waits until the tracker has sent everything, at most `FINISH_S`."""
         self._lines.put(None)
         with expected_wait():
             in_time = self._finished.wait(FINISH_S)
         if not in_time:
-            warn_once(f"{self._name} has not finished within {FINISH_S:.0f} s: what it has not sent is lost")
+            warn_once(f"{self._name} has not finished within {FINISH_S:.0f} s: unsent lines are lost")
 
     def _work(self, config: dict[str, Any]) -> None:
         try:
@@ -163,12 +163,12 @@ class _Feed:
             self._started.set_exception(error)
             return
         while (item := self._lines.get()) is not None:
-            self._guarded(self._tracker.log, *item)
-        self._guarded(self._tracker.finish)
+            self._tolerant(self._tracker.log, *item)
+        self._tolerant(self._tracker.finish)
         self._finished.set()
 
-    def _guarded(self, call: Callable[..., None], *args: Any) -> None:
-        """A fault of a tracker in the middle of a run costs its lines and not the run."""
+    def _tolerant(self, call: Callable[..., None], *args: Any) -> None:
+        """An error of a tracker during a run loses its lines and does not end the run."""
         try:
             call(*args)
         except Exception as error:  # noqa: BLE001  whatever a tracker's package raises
@@ -188,9 +188,9 @@ def _make(name: str, config: RunConfig, earlier: str | None, step: int) -> Any:
     """
     from accelerate import tracking
 
-    # accelerate's trackers ask its PartialState which rank this is, and so does its logger. That singleton would read
-    # the launcher's variables, on CPU take every rank for the only one, and stay for whatever else the process does.
-    # Only rank 0 gets here: nothing needs to be asked.
+    # accelerate's trackers and its logger take the rank from its PartialState. That singleton would read the launcher's
+    # variables, take every rank for the only one on CPU, and stay for the rest of the process. Only rank 0 gets here,
+    # so it is not needed.
     tracking.logger = logging.getLogger(tracking.__name__)
     project, run, out = config.logging.project_name, config.logging.run_name, Path(config.run.output_dir)
     tracker: Any
@@ -200,7 +200,7 @@ def _make(name: str, config: RunConfig, earlier: str | None, step: int) -> Any:
             purge = {"purge_step": step + 1} if earlier else {}
             tracker = tracking.TensorBoardTracker(earlier or _free(out / name, str(run)), out / name, **purge)
         case "wandb":
-            # At the interpreter's end it waits for its server, for ever unless it is told for how long.
+            # Without limits it waits for its server for ever when the interpreter ends.
             limits = {"init_timeout": 0.75 * START_S, "finish_timeout": FINISH_S}
             resume = "allow" if earlier else None
             tracker = tracking.WandBTracker(project, name=run, dir=out, id=earlier, resume=resume, settings=limits)
@@ -213,13 +213,13 @@ def _make(name: str, config: RunConfig, earlier: str | None, step: int) -> Any:
 
 
 def _free(folder: Path, run: str) -> str:
-    """A name below the folder that no earlier run has."""
+    """A name in the folder that no earlier run has."""
     names = (run if n == 0 else f"{run}.{n}" for n in count())
     return next(name for name in names if not (folder / name).exists())
 
 
 def _run_name(name: str, tracker: Any) -> str:
-    """What `_make` needs in order to go on in the run of a started tracker."""
+    """The name by which `_make` continues the run of a started tracker."""
     match name:
         case "wandb":
             return tracker.tracker.id

@@ -1,4 +1,4 @@
-"""Where a run is."""
+"""The progress of a run, and the requests of its callbacks."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class TrainerState:
 
 @dataclass
 class TrainerControl:
-    """What a callback asks for; names as in transformers' `TrainerControl`.
+    """Requests of callbacks; names as in transformers' `TrainerControl`.
 
     A callback may set a flag on one rank or on all: ranks agree on it at the end of the step, and then it is cleared.
 

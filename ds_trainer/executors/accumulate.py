@@ -27,7 +27,7 @@ class AccumulateExecutor:
         self._engine, self._loss, self._device = engine, loss, mesh.device
 
     def prepared(self, batches: Sequence[Batch]) -> list[Batch]:
-        """Any number of micro-batches will do."""
+        """Any number of micro-batches can run."""
         return list(batches)
 
     def train(self, batches: Sequence[Batch], step_tokens: int, weight: float) -> list[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""What an executor is: how micro-batches run on an engine, one after the other or through a pipeline."""
+"""The executor protocol: how micro-batches run on an engine, one after the other or through a pipeline."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from ds_trainer.loss import Batch, LossFunction
 
 @dataclass(frozen=True)
 class Evaluated:
-    """What an evaluation wants of one micro-batch.
+    """The results of one evaluated micro-batch.
 
     Args:
         loss_sum: Sum of the losses of its label tokens.
-        logits: On the host; None unless asked for.
+        logits: On the host; None unless requested.
     """
 
     loss_sum: float
@@ -29,10 +29,10 @@ class Executor(Protocol):
     """Runs micro-batches, of which every rank has the same number."""
 
     at_once: int
-    """Micro-batches that are evaluated best in one call."""
+    """Number of micro-batches to pass to `evaluate` in one call."""
 
     def prepared(self, batches: Sequence[Batch]) -> list[Batch]:
-        """The micro-batches that are to run: fillers without labels are added where a number of them is not possible.
+        """The micro-batches to run: fillers without labels are added where it cannot run this number of them.
 
         Raises:
             UserError: A micro-batch cannot run.
@@ -43,8 +43,8 @@ class Executor(Protocol):
 
         Args:
             batches: This rank's, as `prepared` has returned them.
-            step_tokens: Label tokens of the whole step, over all micro-batches and ranks.
-            weight: What each micro-batch's sum of losses is multiplied by.
+            step_tokens: Label tokens of the step, over all micro-batches and ranks.
+            weight: Factor of each micro-batch's sum of losses.
 
         Returns:
             These sums, detached; on a rank that does not compute the loss an empty list.
@@ -64,14 +64,14 @@ class Executor(Protocol):
 
 
 def evaluated(outputs: object, batch: Batch, loss: LossFunction, keep_logits: bool) -> Evaluated:
-    """What an evaluation wants of a model's outputs for a micro-batch."""
+    """The results of a micro-batch, from the model's outputs."""
     count = loss.num_tokens(batch)
     loss_sum = float(loss.loss_sum(outputs, batch, count)) if count else 0.0
     return Evaluated(loss_sum, outputs["logits"].float().cpu().numpy() if keep_logits else None)  # type: ignore[index]
 
 
 def unless_not_finite(loss_sum: torch.Tensor) -> torch.Tensor:
-    """The loss, or NaN: one that is not finite makes every gradient NaN, whatever the graph, and no engine updates."""
+    """The loss, or NaN where it is not finite, which makes every gradient NaN, so that no engine updates."""
     return loss_sum * torch.where(loss_sum.detach().isfinite(), 1.0, torch.nan)
 
 

@@ -1,7 +1,7 @@
 """Micro-batches through the stages of a pipeline, several of them in flight: written once, on the engine protocol.
 
-A rank's stages are one model, which its engine has wrapped. The pipeline's runtime says which stage runs which
-micro-batch when, hands hidden states and their gradients from rank to rank, and runs the backward passes; all ranks of
+A rank's stages are one model, which its engine has wrapped. The pipeline's runtime decides which stage runs which
+micro-batch when, sends hidden states and their gradients from rank to rank, and runs the backward passes. All ranks of
 a pipeline have the same micro-batches, and the last stage computes the loss.
 """
 

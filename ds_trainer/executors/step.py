@@ -1,4 +1,4 @@
-"""One step's passes: what ranks agree on before them, and the loss that comes of them."""
+"""The passes of one step: the consensus of ranks before them, and the loss after them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class StepLoss:
         loss_sum: Sum of the losses of all label tokens, over all ranks.
         num_tokens: Label tokens of the step, over all ranks.
         seen_tokens: Tokens of the step that are not padding, over all ranks.
-        bad_microbatches: This rank's micro-batches whose loss it found not finite.
+        bad_microbatches: This rank's micro-batches whose loss is not finite.
     """
 
     loss_sum: float
@@ -49,21 +49,21 @@ def run_step(microbatches: Iterable[Batch], executor: Executor, loss: LossFuncti
         place: The step's name in the consensus, such as "step 4".
 
     Comm: a consensus of all ranks that they have their batches, which sums the tokens too, before the first forward,
-        and one all-reduce of the loss over the data ranks after the last backward, and one over the stages; and that of
-        the executor.
+        and one all-reduce of the loss over the data-parallel ranks after the last backward, and one over the stages;
+        and that of the executor.
 
     Raises:
-        UserError: A rank's samples are wrong; on every rank, in its words.
+        UserError: A rank's samples are wrong; the same error on every rank.
     """
     with consensus(mesh, place) as outcome:
         batches = list(microbatches)
         # Counted on the host: a GPU would have to be waited for.
         counts = sum(loss.num_tokens(batch) for batch in batches), sum(map(seen_tokens, batches))
-        own = batch_digest(batches, mesh.grid)
-        outcome.values = *counts, digest_term(own, mesh.grid)
+        digest = batch_digest(batches, mesh.grid)
+        outcome.values = *counts, digest_term(digest, mesh.grid)
         batches = executor.prepared(batches)
     total, seen = map(int, outcome.sums[:2])
-    check_same_batches(outcome.sums[2], own, mesh, place)
+    check_same_batches(outcome.sums[2], digest, mesh, place)
     if total == 0:
         return StepLoss(0.0, 0, seen, ())
     sums = executor.train(batches, total, 1 / total)

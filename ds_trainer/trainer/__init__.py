@@ -1,1 +1,1 @@
-"""Setting a run up, the loop, and what a user asks of the model beside it."""
+"""Set-up of a run, the training loop, evaluation, generation and export."""

@@ -1,4 +1,4 @@
-"""A run's state to a checkpoint and back: which parts there are, and in which order they are set."""
+"""Saves a run's state to a checkpoint and loads it: what it consists of, and in which order it is loaded."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def save_checkpoint(run: Run, output_dir: Path, step: int, state: Mapping[str, A
         run: The run.
         output_dir: Its folder.
         step: Optimizer steps taken.
-        state: The trainer's own part, as JSON.
+        state: `Trainer.state_dict()`.
 
     Raises:
         MachineError: On every rank, if one could not write.
@@ -46,16 +46,16 @@ def save_checkpoint(run: Run, output_dir: Path, step: int, state: Mapping[str, A
     tensors, rng = rng_state()
     tensors |= {_BUFFER + name: buffer for name, buffer in persistent_buffers(run.model)}
     tensors |= {_ENGINE + name: tensor for name, tensor in engine.rank_state().items()}
-    mine = RankState({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, {"rng": rng})
+    rank_state = RankState({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, {"rng": rng})
     layout = engine.parameter_layout()
-    everyones = run.mesh.gather_over_world(layout)
+    layouts = run.mesh.gather_over_world(layout)
     shared = SharedState(
         state={**state, "counters": engine.scalar_state()},
         run=run.resolved.config.model_dump(mode="json", by_alias=True),
-        layout=describe_layout(run.resolved, everyones),
+        layout=describe_layout(run.resolved, layouts),
         write_config_and_tokenizer=lambda folder: _write_config_and_tokenizer(run, folder),
     )
-    return save(output_dir, step, make_shards(engine.state(), layout), mine, shared, run.mesh)
+    return save(output_dir, step, make_shards(engine.state(), layout), rank_state, shared, run.mesh)
 
 
 def _write_config_and_tokenizer(run: Run, folder: Path) -> None:
@@ -68,7 +68,7 @@ def check_saving(run: Run, state_dict: Callable[[], Mapping[str, Any]], num_save
 
     Args:
         run: The run.
-        state_dict: Returns the trainer's own part of a checkpoint.
+        state_dict: `Trainer.state_dict`.
         num_saves: Checkpoints that are due in the rest of the run.
 
     Raises:
@@ -82,10 +82,10 @@ def check_saving(run: Run, state_dict: Callable[[], Mapping[str, Any]], num_save
 
 
 def load_checkpoint(run: Run, checkpoint: VerifiedCheckpoint, state: Mapping[str, Any]) -> RankState:
-    """Sets everything but the random numbers. Every rank must call it, before the first step.
+    """Loads everything but the random numbers. Every rank must call it, before the first step.
 
-    The weights are there already: the run was assembled from the checkpoint's masters. Optimizer states come into being
-    in a first step, so one is rehearsed, with a gradient and a learning rate of zero. It also lets an engine do what it
+    The weights are there already: the run was set up from the checkpoint's masters. An optimizer makes its states in
+    its first step, so one is rehearsed, with a gradient and a learning rate of zero. It also lets an engine do what it
     does in its first step only, such as DDP's sorting of its buckets, which changes the order of sums.
 
     Args:
@@ -94,7 +94,7 @@ def load_checkpoint(run: Run, checkpoint: VerifiedCheckpoint, state: Mapping[str
         state: What `save_checkpoint` was given, read back.
 
     Returns:
-        This rank's own state, whose random numbers are to be set last.
+        This rank's state, whose random numbers are to be set last.
 
     Raises:
         CheckpointError: On every rank: its optimizer states are not those of this run.
@@ -102,14 +102,14 @@ def load_checkpoint(run: Run, checkpoint: VerifiedCheckpoint, state: Mapping[str
     _rehearse(run)
     with consensus(run.mesh, "the loading of the checkpoint"):
         _write_state(run.engine, checkpoint.shards())
-    mine = checkpoint.rank_state(run.mesh.grid.rank)
-    run.engine.load_rank_state(_below(mine.tensors, _ENGINE))
+    rank_state = checkpoint.rank_state(run.mesh.grid.rank)
+    run.engine.load_rank_state(_below(rank_state.tensors, _ENGINE))
     run.engine.load_scalar_state(state["counters"])
-    buffers = _below(mine.tensors, _BUFFER)
+    buffers = _below(rank_state.tensors, _BUFFER)
     with torch.no_grad():
         for name, buffer in persistent_buffers(run.model):
             buffer.copy_(buffers[name])
-    return mine
+    return rank_state
 
 
 def _rehearse(run: Run) -> None:
@@ -135,7 +135,7 @@ def _write_state(engine: Engine, saved: ShardReader) -> None:
         if not set(keys) <= set(handles):
             raise CheckpointError(
                 f"{saved.folder} holds {sorted(keys)} for {name}, this run's optimizer {sorted(handles)}",
-                "a run goes on with the optimizer that it began with",
+                "a run continues with the optimizer that it began with",
                 "set optimizer.name as it was, or checkpoint.resume_weights_only to true to begin with a new one",
             )
         for key, handle in handles.items():
@@ -158,7 +158,7 @@ def _below(tensors: Mapping[str, torch.Tensor], prefix: str) -> dict[str, torch.
 
 
 def best_parameters(engine: Engine, saved: ShardReader) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every parameter, whole: a trained one as a checkpoint holds it, a frozen one from the engine."""
+    """Every full parameter: a trained one from the checkpoint, a frozen one from the engine."""
     for name, value in engine.full_parameters():
         trained = saved.full(f"{MASTER}/{name}")
         yield name, value if trained is None else trained

@@ -1,4 +1,4 @@
-"""When a run is saved, what a failed save leads to, and which checkpoints are kept."""
+"""Decides when a run is saved, what a failed save leads to, and which checkpoints are kept."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from ds_trainer.metrics import EvalMetrics
 
 
 class CheckpointManager:
-    """Saves by the config's rules. Every rank holds one, and calls its methods at the same moments.
+    """Saves by the config's rules. Every rank has one and calls the same methods in the same order.
 
     Args:
         config: The run's config.
-        state: Where the run is; best metric and best checkpoint are noted there.
+        state: The run's progress; best metric and best checkpoint are set in it.
         save: Saves a checkpoint of this very step and returns its folder; a collective.
 
     Attributes:
@@ -32,34 +32,34 @@ class CheckpointManager:
         self.saved_step: int | None = None
 
     def saves_left(self) -> int:
-        """Saves that are due in the rest of the run, best models and wishes apart."""
+        """Saves that are due in the rest of the run, without those of best models and of callbacks' requests."""
         every, done, last = self._config.checkpoint.every_steps, self._state.global_step, self._state.max_steps
         if not 0 < every <= last or done == last:
             return 0
         return last // every - done // every + (last % every > 0)
 
-    def after_step(self, wished: bool) -> None:
-        """Saves if the step is one of every `checkpoint.every_steps`, or a callback wishes it."""
+    def after_step(self, requested: bool) -> None:
+        """Saves if the step is one of every `checkpoint.every_steps`, or a callback requests it."""
         every = self._config.checkpoint.every_steps
-        if wished or (every and self._state.global_step % every == 0):
+        if requested or (every and self._state.global_step % every == 0):
             self.save_once()
 
     def at_end(self) -> None:
-        """Saves the last step of a run that is long enough to have been saved on its way."""
+        """Saves the last step of a run that is at least `checkpoint.every_steps` long."""
         if 0 < self._config.checkpoint.every_steps <= self._state.global_step:
             self.save_once()
 
     def at_stop(self) -> None:
-        """Saves whatever the step.
+        """Saves the last step of a stopped run, unless it has been saved.
 
         Raises:
-            MachineError: It cannot be saved, whatever the policy is: the run is about to end.
+            MachineError: It cannot be saved; `checkpoint.on_save_error` does not apply, since the run ends.
         """
         if self._state.global_step not in (0, self.saved_step):
             self.save()
 
     def after_evaluation(self, metrics: EvalMetrics) -> None:
-        """Keeps the checkpoint of this step if its metric is the best so far; it may have been saved already."""
+        """Saves this step as the best one if its metric is the best so far."""
         state, evaluation = self._state, self._config.evaluation
         if evaluation.metric_for_best_model is None or state.global_step == 0:
             return
@@ -73,7 +73,7 @@ class CheckpointManager:
             state.best_metric, state.best_global_step, state.best_model_checkpoint = before
 
     def save(self) -> Path:
-        """Saves, and removes what is no longer to be kept.
+        """Saves, and removes checkpoints beyond `checkpoint.keep_last`.
 
         Raises:
             MachineError: On every rank, if one could not write.
@@ -88,10 +88,10 @@ class CheckpointManager:
         """Saves this step unless it has been saved.
 
         Returns:
-            Whether it is saved; where it is not, the policy is to go on.
+            Whether it is saved; False: it cannot be, and `checkpoint.on_save_error` is to go on.
 
         Raises:
-            MachineError: It cannot be saved, and the policy is to stop.
+            MachineError: It cannot be saved, and `checkpoint.on_save_error` is stop.
         """
         if self.saved_step == self._state.global_step:
             return True

@@ -1,4 +1,4 @@
-"""A few samples of the evaluation data, continued by the model as it is: shown, and kept beside the metrics."""
+"""A few samples of the evaluation data, continued by the model in training: shown, and written beside the metrics."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ds_trainer.data.prompts import Prompt, first_prompts
 from ds_trainer.errors import ConfigError
 from ds_trainer.files import replace_text
 from ds_trainer.log import get_logger, warn_once
-from ds_trainer.trainer.generation import Decoding, generate, require_generative, require_room
+from ds_trainer.trainer.generation import Decoding, generate, require_generative, require_positions
 from ds_trainer.trainer.run import Run
 
 SHOWN_CHARS = 300
@@ -57,21 +57,21 @@ def prompts_to_continue(
     """
     if not config.generate_samples:
         return []
-    asked = f"evaluation.generate_samples is {config.generate_samples}"
+    requested = f"evaluation.generate_samples is {config.generate_samples}"
     if loader is None:
         raise ConfigError(
-            f"{asked}, and there is no evaluation data",
-            "it is evaluation samples whose prompts are continued",
+            f"{requested}, and there is no evaluation data",
+            "the prompts of evaluation samples are continued",
             "set data.eval, or pass Trainer(eval_dataset=...)",
         )
-    require_generative(model, tokenizer, asked)
+    require_generative(model, tokenizer, requested)
     prompts = first_prompts(loader, config.generate_samples)
-    require_room([prompt.input_ids for prompt in prompts], config.max_new_tokens, positions)
+    require_positions([prompt.input_ids for prompt in prompts], config.max_new_tokens, positions)
     return prompts
 
 
 def continue_samples(run: Run, step: int) -> list[Generation]:
-    """What the model makes of the run's evaluation prompts, as texts; a collective."""
+    """Continues the run's evaluation prompts, as texts; a collective."""
     if not run.eval_prompts:
         return []
     decoding = Decoding(run.resolved.config.evaluation.max_new_tokens)
@@ -90,21 +90,21 @@ def continue_samples(run: Run, step: int) -> list[Generation]:
 
 
 def show_samples(generations: Sequence[Generation]) -> None:
-    """Prints them: the end of each prompt, and the beginnings of the two answers."""
+    """Logs the end of each prompt, and the beginnings of the two answers."""
     for one in generations:
         prompt = one.prompt if len(one.prompt) <= SHOWN_CHARS else f"… {one.prompt[-SHOWN_CHARS:]}"
-        text = indent(f"{prompt}⟦{_cut(one.generated)}⟧\nreference: ⟦{_cut(one.reference)}⟧", "  ")
+        text = indent(f"{prompt}⟦{_shortened(one.generated)}⟧\nreference: ⟦{_shortened(one.reference)}⟧", "  ")
         get_logger().info("step %d, evaluation sample %d, generated between ⟦ ⟧:\n%s", one.step, one.index, text)
 
 
-def _cut(text: str) -> str:
+def _shortened(text: str) -> str:
     return text if len(text) <= SHOWN_CHARS else f"{text[:SHOWN_CHARS]} …"
 
 
 def write_samples(path: Path, generations: Sequence[Generation]) -> None:
-    """Adds lines to the file, in place of those of this step and later ones, which a resumed run makes anew.
+    """Adds lines to the file and removes those of this step and later ones, which a resumed run generates again.
 
-    The run itself does not end for them: what a full disk does not take has been shown at least.
+    A file that cannot be written, as on a full disk, does not end the run: the texts have been shown.
     """
     lines = [json.dumps(asdict(one), ensure_ascii=False) + "\n" for one in generations]
     try:

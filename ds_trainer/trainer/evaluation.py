@@ -1,4 +1,4 @@
-"""One pass over a data set without updates: the token mean of the loss, and predictions where they are asked for."""
+"""One pass over a data set without updates: the token mean of the loss, and predictions if requested."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from ds_trainer.trainer.run import Run
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """What a pass found, the same on every rank.
+    """The results of a pass, the same on every rank.
 
     Args:
-        loss: Token mean over the whole data set; nan where it has no label token.
+        loss: Token mean over the data set; nan where it has no label token.
         num_tokens: Label tokens of the data set.
         seconds: Wall time.
-        predictions: Logits by sample, padded with -100 on the right; None unless asked for.
-        label_ids: Labels by sample, padded with -100; None unless asked for.
+        predictions: Logits by sample, padded with -100 on the right; None unless requested.
+        label_ids: Labels by sample, padded with -100; None unless requested.
     """
 
     loss: float
@@ -61,11 +61,11 @@ def run_evaluation(
 
     Raises:
         UserError: A rank's samples are wrong; on every rank.
-        StopRequested: A signal asks for the end of the run.
+        StopRequested: A signal requests the end of the run.
     """
     mesh, executor, engine = run.mesh, run.executor, run.engine
     loss = with_logits(run.loss) if collect_predictions else run.loss
-    # Running statistics are of each rank's own samples. The first rank's are evaluated, and are what is exported.
+    # Each rank has running statistics of its samples only. Those of the first rank are evaluated and exported.
     mesh.broadcast_over_dp(buffer for _, buffer in persistent_buffers(run.model))
     began = time.monotonic()
     local_sum, local_tokens = 0.0, 0
@@ -95,7 +95,7 @@ def _read(loader: BatchLoader, steps: range, mesh: Mesh) -> list[Batch]:
 
     Raises:
         UserError: A rank's samples are wrong, or ranks that share samples have different ones; on every rank.
-        StopRequested: A signal asks for the end of the run.
+        StopRequested: A signal requests the end of the run.
     """
     place = f"batch {steps.start + 1} of the evaluation"
     mesh.monitor.at(place)
@@ -111,7 +111,7 @@ def _read(loader: BatchLoader, steps: range, mesh: Mesh) -> list[Batch]:
 
 @contextmanager
 def eval_mode(engine: Engine) -> Iterator[None]:
-    """Without dropout, and at the end in training mode again."""
+    """The model in evaluation mode, without dropout; afterwards in training mode."""
     engine.module.eval()
     try:
         yield
@@ -133,17 +133,17 @@ def _rows(
 
 def _gathered(rows: list, mesh: Mesh) -> tuple[np.ndarray, np.ndarray] | None:
     """Logits and labels of every data-parallel rank; None on a stage that has none."""
-    everyone = sorted((row for part in mesh.gather_over_dp(rows) for row in part), key=lambda row: row[0])
-    if not everyone:
+    gathered = sorted((row for of_rank in mesh.gather_over_dp(rows) for row in of_rank), key=lambda row: row[0])
+    if not gathered:
         return None
-    return _padded([row[1] for row in everyone]), _padded([row[2] for row in everyone])
+    return _padded([row[1] for row in gathered]), _padded([row[2] for row in gathered])
 
 
 def _padded(arrays: list[np.ndarray]) -> np.ndarray:
     shape = np.max([a.shape for a in arrays], axis=0)
     out = np.full((len(arrays), *shape), IGNORE_INDEX, dtype=arrays[0].dtype)
     for i, array in enumerate(arrays):
-        # `...` makes an array even of one number, the label of a whole sample.
+        # `...` makes an array even of a single number, such as the label of a sequence classifier.
         out[i, ...][tuple(slice(n) for n in array.shape)] = array
     return out
 

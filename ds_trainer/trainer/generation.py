@@ -1,4 +1,4 @@
-"""Text from the model as it is in training, on any engine, and training none the wiser."""
+"""Generates text with the model in training, on any engine, without changing the training."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Messages = Sequence[dict[str, str]]
 
 @dataclass(frozen=True)
 class Decoding:
-    """How the next token is chosen. What is None is the checkpoint's own, from its `generation_config.json`.
+    """How the next token is chosen. None: the checkpoint's value, from its `generation_config.json`.
 
     Args:
         max_new_tokens: Longest continuation.
@@ -44,13 +44,13 @@ class Decoding:
     seed: int = 0
 
 
-def require_generative(model: Any, tokenizer: Any, asked: str) -> None:
-    """Refuses what cannot continue a text.
+def require_generative(model: Any, tokenizer: Any, requested: str) -> None:
+    """Refuses a model that cannot continue a text.
 
     Args:
         model: The model.
         tokenizer: The run's tokenizer; None: it has none.
-        asked: Who wants a text, for the error.
+        requested: What requests a text, for the error.
 
     Raises:
         ConfigError: The model does not generate, or only from another kind of input, or there is no tokenizer.
@@ -59,28 +59,28 @@ def require_generative(model: Any, tokenizer: Any, asked: str) -> None:
     if not can_generate or model.config.is_encoder_decoder:
         why = "answers an encoder's input" if can_generate else "has no generate()"
         raise ConfigError(
-            f"{asked}, and {type(model).__name__} {why}",
+            f"{requested}, and {type(model).__name__} {why}",
             "a prompt is continued by a causal language model of transformers",
             "set evaluation.generate_samples to 0, or train a causal language model",
         )
     if tokenizer is None:
         raise ConfigError(
-            f"{asked}, and there is no tokenizer",
+            f"{requested}, and there is no tokenizer",
             "prompts are read and continuations written as text",
             "set model.tokenizer, or pass Trainer(processing_class=...)",
         )
 
 
-def _require_whole(mesh: Mesh) -> None:
+def _require_no_pipeline(mesh: Mesh) -> None:
     if mesh.grid.pp_size > 1:
         raise ConfigError(
             f"Trainer.generate is called and parallel.pp is {mesh.grid.pp_size}",
-            "a text is continued token by token, and a pipeline's stages would take turns for each",
+            "a text is continued token by token, and the stages of a pipeline would run one after the other for each",
             "write the model with save_model() and generate from that folder, or set parallel.pp to 1",
         )
 
 
-def require_room(prompts: Sequence[list[int]], max_new_tokens: int, positions: int | None) -> None:
+def require_positions(prompts: Sequence[list[int]], max_new_tokens: int, positions: int | None) -> None:
     """Refuses prompts whose continuations could outgrow the model.
 
     Args:
@@ -109,15 +109,15 @@ def generate_texts(run: Run, prompts: Sequence[str | Messages], decoding: Decodi
     """
     mesh, tokenizer = run.mesh, run.tokenizer
     with consensus(mesh, "generate()"):
-        _require_whole(mesh)
+        _require_no_pipeline(mesh)
         require_generative(run.model, tokenizer, "Trainer.generate is called")
         ids = [encode_prompt(prompt, tokenizer, f"prompt {i}") for i, prompt in enumerate(prompts)]
-        require_room(ids, decoding.max_new_tokens, run.loaders.max_positions)
-    asked = mesh.gather_over_world((ids, decoding))
-    if others := [rank for rank, one in enumerate(asked) if one != asked[0]]:
+        require_positions(ids, decoding.max_new_tokens, run.loaders.max_positions)
+    calls = mesh.gather_over_world((ids, decoding))
+    if others := [rank for rank, one in enumerate(calls) if one != calls[0]]:
         error = DataError(
             f"generate() is called with other prompts or options on ranks {others} than on rank 0",
-            "every rank asks for the same: ds_trainer itself gives each rank its share",
+            "every rank passes all prompts: ds_trainer distributes them over the ranks",
             "call it with the same prompts and options on every rank",
         )
         error.on_all_ranks = True
@@ -137,23 +137,23 @@ def generate(run: Run, prompts: Sequence[list[int]], decoding: Decoding, what: s
         run: Its model continues them, `evaluation.batch_size` at a time.
         prompts: Token ids, the same on every rank.
         decoding: How the next token is chosen.
-        what: Name of the whole, for error texts.
+        what: Name of the call, for error texts.
 
     Returns:
         The new tokens of each prompt, without the end token; the same on every rank.
 
-    Comm: over the data ranks, a consensus per round of batches, one all-reduce of a number per token in each, and a
-        gather of the results; and the parameters, as the engine gathers them.
+    Comm: over the data-parallel ranks, a consensus per round of batches, one all-reduce of a number per token in each,
+        and a gather of the results; and the parameters, as the engine gathers them.
 
     Raises:
-        StopRequested: A signal asks for the end of the run.
+        StopRequested: A signal requests the end of the run.
     """
     mesh, size = run.mesh, run.resolved.config.evaluation.batch_size
     assert size is not None
     settings = _settings(run.model, run.tokenizer, decoding)
     batches = [prompts[i : i + size] for i in range(0, len(prompts), size)]
     rank, ranks = mesh.grid.dp_rank, mesh.grid.dp_size
-    mine = {}
+    local = {}
     cuda = [mesh.device] if mesh.device.type == "cuda" else []
     with eval_mode(run.engine), torch.random.fork_rng(cuda), run.engine.autocast():
         for first in range(0, len(batches), ranks):
@@ -164,20 +164,20 @@ def generate(run: Run, prompts: Sequence[list[int]], decoding: Decoding, what: s
             number = first + rank
             torch.manual_seed(decoding.seed + number)
             if number < len(batches):
-                mine[number] = _continue(run.model, batches[number], settings, mesh)
+                local[number] = _continue(run.model, batches[number], settings, mesh)
             else:
                 _continue(run.model, batches[first][:1], settings, mesh)
-    everyone = {number: rows for part in mesh.gather_over_dp(mine) for number, rows in part.items()}
-    return [row for number in range(len(batches)) for row in everyone[number]]
+    gathered = {number: rows for of_rank in mesh.gather_over_dp(local) for number, rows in of_rank.items()}
+    return [row for number in range(len(batches)) for row in gathered[number]]
 
 
 def _settings(model: Any, tokenizer: Any, decoding: Decoding) -> GenerationConfig:
-    """What transformers fills up with the checkpoint's own settings where a value is None."""
-    own = model.generation_config.eos_token_id
-    ends = {tokenizer.eos_token_id, *(own if isinstance(own, list) else [own])} - {None}
+    """Settings of a generation; transformers takes the checkpoint's value for those that are None."""
+    configured = model.generation_config.eos_token_id
+    ends = {tokenizer.eos_token_id, *(configured if isinstance(configured, list) else [configured])} - {None}
     if decoding.do_sample:
         draws = {"temperature": decoding.temperature, "top_k": decoding.top_k, "top_p": decoding.top_p}
-    else:  # The neutral values: transformers would warn about a checkpoint's own.
+    else:  # The neutral values: transformers would warn about a checkpoint's values.
         draws = {"temperature": 1.0, "top_k": 50, "top_p": 1.0}
     return GenerationConfig(
         max_new_tokens=decoding.max_new_tokens,

@@ -1,4 +1,4 @@
-"""What a user hands to `Trainer`: the config in any of its forms, and objects of their own."""
+"""The arguments of `Trainer`: the config in any of its forms, and the user's objects."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def loaded_config(
 def config_of_arguments(args: TrainingArguments, train_dataset: Any = None) -> tuple[RunConfig, dict[str, str]]:
     """The config that transformers' arguments mean, and the field that each key comes from.
 
-    What means something else here, or nothing, is logged.
+    Arguments that mean something else here, or nothing, are logged.
 
     Args:
         args: The arguments.
@@ -112,7 +112,7 @@ def _steps_per_epoch(args: TrainingArguments, train_dataset: Any) -> int | None:
 
 @dataclass(frozen=True)
 class TrainerInputs:
-    """What the user handed to `Trainer`, beside the config."""
+    """The user's objects, which `Trainer` takes beside the config."""
 
     model: nn.Module | None = None
     train_dataset: Any = None
@@ -124,16 +124,16 @@ class TrainerInputs:
     scheduler: Any = None
 
     def check(self, config: RunConfig) -> None:
-        """An optimizer of the user's needs a model of theirs, and its state must be able to live where the config says.
+        """Checks that the user's objects work with one another and with the config.
 
         Raises:
-            ConfigError: It cannot.
+            ConfigError: They do not.
         """
         offload = config.zero.offload_optimizer.device
         if self.model is not None and any(hasattr(parameter, "ds_id") for parameter in self.model.parameters()):
             raise ConfigError(
                 "the model handed to Trainer was built in pieces, by transformers' ZeRO-3 or deepspeed.zero.Init",
-                "ds_trainer cuts a whole model, or loads each rank's part of a checkpoint",
+                "ds_trainer shards a full model, or loads each rank's shard of a checkpoint",
                 "hand over the checkpoint's path, or build the model before TrainingArguments(deepspeed=...)",
             )
         if self.optimizer is not None and self.model is None:
@@ -145,13 +145,13 @@ class TrainerInputs:
         if self.optimizer is not None and config.parallel.pp > 1:
             raise ConfigError(
                 f"Trainer(optimizers=...) with parallel.pp = {config.parallel.pp}",
-                "a rank of a pipeline keeps some layers only, and the optimizer was built on all of them",
+                "a rank of a pipeline has some layers only, and the optimizer was built on all of them",
                 "set parallel.pp to 1, or use the optimizer section of the config",
             )
         if self.optimizer is not None and config.parallel.tp > 1:
             raise ConfigError(
                 f"Trainer(optimizers=...) with parallel.tp = {config.parallel.tp}",
-                "tensor parallelism puts parts in the place of the parameters that the optimizer was built on",
+                "tensor parallelism replaces the parameters that the optimizer was built on by shards",
                 "set parallel.tp to 1, or use the optimizer section of the config",
             )
         if self.optimizer is not None and backend(config) == "deepspeed" and offload != "none":
@@ -161,11 +161,11 @@ class TrainerInputs:
                 "set zero.offload_optimizer.device to none, or use the optimizer section of the config",
             )
         name = type(self.optimizer).__name__
-        cut = backend(config) == "fsdp2" or (backend(config) == "deepspeed" and config.zero.stage > 0)
-        if name in LOOK_AT_FULL_TENSORS and cut:
+        sharded = backend(config) == "fsdp2" or (backend(config) == "deepspeed" and config.zero.stage > 0)
+        if name in LOOK_AT_FULL_TENSORS and sharded:
             raise ConfigError(
                 f"Trainer(optimizers=...) holds {name}, with parallel.engine {config.parallel.engine!r}",
-                f"{name} looks at whole tensors, which {'ZeRO' if backend(config) == 'deepspeed' else 'FSDP2'} cuts",
+                f"{name} needs full tensors, which {'ZeRO' if backend(config) == 'deepspeed' else 'FSDP2'} shards",
                 "set parallel.engine to ddp, or pass another optimizer",
             )
         if self.scheduler is not None and self.optimizer is None:

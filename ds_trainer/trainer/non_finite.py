@@ -26,7 +26,7 @@ class NonFinitePolicy:
 
     def __init__(self, config: RunConfig, sampler: GlobalBatchSampler, mesh: Mesh) -> None:
         self._run = config.run
-        # With fp16 a gradient beyond its range is the loss scale's daily business.
+        # With fp16, gradients out of range are normal: the loss scale goes down.
         self._skips = config.run.on_non_finite == "skip" or config.precision.dtype == "fp16"
         scale = config.precision.loss_scale
         descent = scale.initial_scale_power + scale.hysteresis - 1 if config.precision.dtype == "fp16" else 0
@@ -44,16 +44,16 @@ class NonFinitePolicy:
         """
         if math.isfinite(step_loss.loss_sum) or self._run.on_non_finite == "skip":
             return
-        mine = self._sampler.microbatches(step)
-        bad = self._mesh.gather_over_world([mine[i] for i in step_loss.bad_microbatches])
-        where = "; ".join(f"rank {rank}, samples {samples}" for rank, samples in enumerate(bad) if samples)
+        samples = self._sampler.microbatches(step)
+        bad = self._mesh.gather_over_world([samples[i] for i in step_loss.bad_microbatches])
+        where = "; ".join(f"rank {rank}, samples {of_rank}" for rank, of_rank in enumerate(bad) if of_rank)
         self._stop(f"the loss of step {step + 1} is not finite ({where})", step)
 
     def after_step(self, step: int, skipped: bool) -> None:
-        """Takes note of what the engine did with the gradient of `step` (from 0).
+        """Counts a skipped update of `step` (from 0).
 
         Raises:
-            NonFiniteError: It was dropped and the policy is to stop, or one too many was dropped in a row.
+            NonFiniteError: It was skipped and the policy is to stop, or more were skipped in a row than allowed.
         """
         self.in_a_row = self.in_a_row + 1 if skipped else 0
         if not skipped:

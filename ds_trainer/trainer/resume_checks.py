@@ -1,4 +1,4 @@
-"""Whether a run may go on from a checkpoint: what must be the same, what may differ, and what is said about it."""
+"""Checks whether a run can continue from a checkpoint: what must be equal, what may differ, what is logged."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ds_trainer.log import get_logger
 
 _SEQUENCES = "sequence parallelism"
 _ANY = ("$schema", "run.output_dir", "checkpoint", "logging", "data.cache_dir", "data.preview_samples", "run.device")
-"""Keys whose change is nobody's business."""
+"""Keys that may change without a log line."""
 _SAME = ("run.seed", "data.shuffle", "optimizer.name")
 """Keys that decide the order of the samples or what a state means."""
 _WEIGHTS_ONLY = "set checkpoint.resume_weights_only to true to begin a new run from its weights"
@@ -56,42 +56,42 @@ def find_checkpoint(resolved: ResolvedConfig, mesh: Mesh, trains: bool) -> Verif
     there = mesh.gather_over_world(checkpoints(output_dir))[0]
     if checkpoint is None and there:
         raise _agreed(
-            f"{output_dir} holds {', '.join(folder.name for folder in there)}, and none of them is whole (see above)",
-            "a run that starts anew would replace what can perhaps still be mended",
+            f"{output_dir} holds {', '.join(path.name for path in there)}, and none of them is complete (see above)",
+            "a new run would replace checkpoints that can perhaps still be repaired",
             "move these folders away to start anew, or set run.output_dir to another folder",
         )
     if checkpoint is None:
-        get_logger().info("checkpoint.resume is auto and %s holds no whole checkpoint: starting anew", output_dir)
+        get_logger().info("checkpoint.resume is auto and %s holds no complete checkpoint: starting anew", output_dir)
     return checkpoint
 
 
-def describe_layout(resolved: ResolvedConfig, everyones: list[list[ParameterSlice]]) -> dict[str, Any]:
-    """A layout as JSON: in words, and slice by slice for each rank."""
+def describe_layout(resolved: ResolvedConfig, layouts: list[list[ParameterSlice]]) -> dict[str, Any]:
+    """A layout as JSON: a description, and the slices of each rank."""
     return {
         "engine": resolved.config.parallel.engine,
-        "description": _in_words(resolved),
-        "world": len(everyones),
+        "description": _description(resolved),
+        "world": len(layouts),
         "tp": resolved.config.parallel.tp,
         "pp": resolved.config.parallel.pp,
-        "ranks": [[_slice_as_json(piece) for piece in of_rank] for of_rank in everyones],
+        "ranks": [[_slice_as_json(piece) for piece in of_rank] for of_rank in layouts],
     }
 
 
 def _slice_as_json(piece: ParameterSlice) -> dict[str, Any]:
-    """A slice as it reads back from JSON: of its cut only the ranges of its own rank."""
+    """A slice as it reads back from JSON; of its sharding only the ranges of this rank."""
     cut = piece.sharding and {"dim": piece.sharding.dim, "ranges": [list(r) for r in piece.sharding.ranges[piece.rank]]}
     return {"name": piece.name, "shape": list(piece.shape), "flat": list(piece.flat), "cut": cut}
 
 
-def _in_words(resolved: ResolvedConfig) -> str:
+def _description(resolved: ResolvedConfig) -> str:
     config = resolved.config
-    axes = [*_pipeline_words(config.parallel), *_tensor_words(config.parallel)]
-    words = [*axes, f"{resolved.dp_size} data ranks", config.parallel.engine]
+    axes = [*_pipeline_description(config.parallel), *_tensor_description(config.parallel)]
+    items = [*axes, f"{resolved.dp_size} data ranks", config.parallel.engine]
     if backend(config) != config.parallel.engine:
-        words.append(backend(config))
+        items.append(backend(config))
     if backend(config) == "deepspeed":
-        words.append(f"ZeRO stage {config.zero.stage}")
-        words += [
+        items.append(f"ZeRO stage {config.zero.stage}")
+        items += [
             f"{what} on {section.device}"
             for what, section in (
                 ("optimizer", config.zero.offload_optimizer),
@@ -100,20 +100,20 @@ def _in_words(resolved: ResolvedConfig) -> str:
             if section.device != "none"
         ]
     if backend(config) == "fsdp2":
-        words.append(f"{config.parallel.dp_replicate} copies" if config.parallel.dp_replicate > 1 else "one copy")
-        words.append(f"reshard_after_forward {config.fsdp.reshard_after_forward}")
-        words += ["on the host"] if config.fsdp.cpu_offload else []
-    return ", ".join([*words, str(config.precision.dtype)])
+        items.append(f"{config.parallel.dp_replicate} copies" if config.parallel.dp_replicate > 1 else "one copy")
+        items.append(f"reshard_after_forward {config.fsdp.reshard_after_forward}")
+        items += ["on the host"] if config.fsdp.cpu_offload else []
+    return ", ".join([*items, str(config.precision.dtype)])
 
 
-def _pipeline_words(config: ParallelConfig) -> list[str]:
+def _pipeline_description(config: ParallelConfig) -> list[str]:
     if config.pp == 1:
         return []
     chunks = config.virtual_stages or 1
     return [f"pp {config.pp}" + (f" with {chunks} stages on each rank" if chunks > 1 else "")]
 
 
-def _tensor_words(config: ParallelConfig) -> list[str]:
+def _tensor_description(config: ParallelConfig) -> list[str]:
     if config.tp == 1:
         return []
     more = [_SEQUENCES] if config.sequence_parallel else []
@@ -129,7 +129,7 @@ def check_world(checkpoint: VerifiedCheckpoint, resolved: ResolvedConfig, world:
     """
     saved, parallel = checkpoint.json(LAYOUT), resolved.config.parallel
     if (saved["world"], saved["tp"], saved.get("pp", 1)) != (world, parallel.tp, parallel.pp):
-        raise _other_layout(checkpoint, saved["description"], _in_words(resolved))
+        raise _other_layout(checkpoint, saved["description"], _description(resolved))
 
 
 def check_layout(
@@ -140,7 +140,7 @@ def check_layout(
     Raises:
         CheckpointError: It owns other slices.
     """
-    saved, now = checkpoint.json(LAYOUT), _in_words(resolved)
+    saved, now = checkpoint.json(LAYOUT), _description(resolved)
     if [_slice_as_json(piece) for piece in layout] != saved["ranks"][rank] or saved[
         "engine"
     ] != resolved.config.parallel.engine:
@@ -165,7 +165,7 @@ def check_model(checkpoint: VerifiedCheckpoint, shapes: Mapping[str, tuple[int, 
         shapes: Full shapes of the trained parameters by name.
 
     Raises:
-        CheckpointError: It holds those of another model, or trained another part of it.
+        CheckpointError: It holds those of another model, or of other parameters.
     """
     held = {
         fqn.partition("/")[2]: tuple(t.size)
@@ -178,7 +178,7 @@ def check_model(checkpoint: VerifiedCheckpoint, shapes: Mapping[str, tuple[int, 
         raise CheckpointError(
             f"{checkpoint.folder} holds {name} as {held.get(name, 'nothing')}, the model trains it as "
             f"{shapes.get(name, 'nothing')}, and so for {len(wrong)} parameters",
-            "a run goes on with the model that it began with, and trains the same parameters",
+            "a run continues with the model that it began with, and trains the same parameters",
             "set model.path as it was, or checkpoint.resume to a checkpoint of this model",
         )
 
@@ -196,7 +196,7 @@ def check_run(
         CheckpointError: The data would come in another order, or a state would mean something else.
     """
     config = resolved.config
-    before, after = (_told(tree) for tree in (checkpoint.json(RUN), _dumped(config)))
+    before, after = (_compared_keys(tree) for tree in (checkpoint.json(RUN), _dumped(config)))
     changed = {key for key in before.keys() | after.keys() if before.get(key) != after.get(key)}
     for key in _SAME:
         if key in changed:
@@ -209,14 +209,14 @@ def check_run(
         raise _agreed(
             f"the training data has {num_samples} samples, and had {state['data']['num_samples']} in "
             f"{checkpoint.folder}",
-            "a run goes on at the sample after the last one that it has seen",
+            "a run continues at the sample after the last one that it has seen",
             f"give it the data that it began with, or {_WEIGHTS_ONLY}",
         )
     saved_probes = state["data"]["probes"]
     if probes is not None and saved_probes is not None and list(probes) != saved_probes:
         raise _agreed(
             f"the first, the middle or the last training sample is not the one of {checkpoint.folder}",
-            "a run goes on with the data that it began with",
+            "a run continues with the data that it began with",
             f"set data.train as it was, or {_WEIGHTS_ONLY}",
         )
     size, saved_size = config.batch.global_size, state["data"]["global_size"]
@@ -231,7 +231,7 @@ def check_run(
 
 
 def check_length(checkpoint: VerifiedCheckpoint, state: TrainerState) -> None:
-    """Checks that the run is not meant to be shorter than what it goes on from.
+    """Checks that the run is not shorter than its checkpoint.
 
     Raises:
         CheckpointError: It is.
@@ -239,7 +239,7 @@ def check_length(checkpoint: VerifiedCheckpoint, state: TrainerState) -> None:
     if state.global_step > state.max_steps:
         raise _agreed(
             f"{checkpoint.folder} is at step {state.global_step}, and this run has {state.max_steps} steps",
-            "a run goes on from a step before its end",
+            "a run continues from a step before its end",
             "raise run.max_steps or run.epochs, or set checkpoint.resume to an earlier checkpoint",
         )
 
@@ -258,20 +258,20 @@ def _dumped(config: RunConfig) -> dict[str, Any]:
     return config.model_dump(mode="json", by_alias=True)
 
 
-def _told(tree: dict[str, Any]) -> dict[str, Any]:
+def _compared_keys(tree: dict[str, Any]) -> dict[str, Any]:
     return {key: item for key, item in flatten(tree).items() if not key.startswith(_ANY)}
 
 
 def _other_layout(checkpoint: VerifiedCheckpoint, saved: str, now: str) -> CheckpointError:
     return _agreed(
         f"{checkpoint.folder} was saved by {saved}; this run is {now}",
-        "optimizer states are cut by the layout, and a run goes on in the one that it was saved in",
+        "optimizer states are sharded by the layout, and a run continues in the one that it was saved in",
         f"start it in that layout, or {_WEIGHTS_ONLY} in this one",
     )
 
 
 def _agreed(found: str, rule: str, change: str) -> CheckpointError:
-    """An error that every rank raises by itself."""
+    """An error that every rank raises."""
     error = CheckpointError(found, rule, change)
     error.on_all_ranks = True
     return error

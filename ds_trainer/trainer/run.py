@@ -1,4 +1,4 @@
-"""A run that has been set up: its parts, as the trainer and its calls use them."""
+"""A run that has been set up."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Run:
     Args:
         resolved: The config without open values.
         mesh: Process groups and device.
-        model: This rank's part of the model.
+        model: This rank's shard of the model.
         tokenizer: None: the run has none.
         loaders: Makes loaders of further data sets.
         engine: Holds the model and the optimizer.

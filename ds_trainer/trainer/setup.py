@@ -1,4 +1,4 @@
-"""Puts a run together. The order in which parts are made and applied is stated here and nowhere else.
+"""Sets a run up. The order in which parts are made and applied is stated here and nowhere else.
 
 config -> rank grid -> process groups -> resolved config -> checkpoint -> checks of the machine -> tokenizer -> data
        -> model on meta -> tensor-parallel split -> pipeline stages -> loss -> engine: weights, optimizer -> executor
@@ -97,7 +97,7 @@ def _set_up_on(mesh: Mesh, machine: Machine, config: RunConfig, origins: dict[st
     built = _build_model(plan, data, inputs, mesh)
     export_dtype = TORCH_DTYPES[name] if (name := config.checkpoint.export_dtype) else plan.source.dtype()
     engine = _start_engine(plan, built, inputs.optimizer, mesh)
-    with consensus(mesh, "asked = got"):
+    with consensus(mesh, "the check of the setup"):
         facts = verify_setup(plan.resolved, engine, mesh)
         if plan.resumed is not None:
             check_layout(plan.resumed, plan.resolved, engine.parameter_layout(), mesh.grid.rank)

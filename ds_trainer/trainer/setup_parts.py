@@ -61,7 +61,7 @@ class LoadedData:
 
 @dataclass(frozen=True)
 class BuiltModel:
-    """This rank's part of the model, without values yet.
+    """This rank's shard of the model, without values yet.
 
     Args:
         model: The model.

@@ -1,4 +1,4 @@
-"""The parts of one optimizer step: its passes, its update, and its share of a logging window."""
+"""What one optimizer step consists of: its passes, its update, its place in a logging window."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def update_weights(engine: Engine, step_loss: StepLoss, state: TrainerState, non
 
 
 class StepMeter:
-    """Measures a step, from the moment at which the meter is made.
+    """Measures a step, beginning when it is constructed.
 
     Args:
         loader: The training data.

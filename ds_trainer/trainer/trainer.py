@@ -1,4 +1,4 @@
-"""The Trainer: wires the parts of a run together and holds the loop. What differs between engines is not here."""
+"""The Trainer: the public calls and the training loop, the same for every engine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from ds_trainer.checkpoint.verified import VerifiedCheckpoint
 from ds_trainer.distributed.consensus import agree
 from ds_trainer.engines.replica_check import check_replicas
 from ds_trainer.launch import signals
-from ds_trainer.launch.signals import StopRequested
 from ds_trainer.log import get_logger
 from ds_trainer.metrics import EvalMetrics, WindowMean
 from ds_trainer.run_folder import GENERATIONS
@@ -46,7 +45,7 @@ if TYPE_CHECKING:
     from transformers import TrainingArguments
 
 _CHECKED_STEPS = 3
-"""After so many first steps of a process tensor ranks are held to equal copies of what each of them holds whole."""
+"""First steps of a process after which replicated parameters are compared between tensor-parallel ranks."""
 
 
 class Trainer:
@@ -65,7 +64,7 @@ class Trainer:
         compute_metrics: `f(EvalPrediction) -> dict`, called on the predictions of a whole evaluation.
         callbacks: Callbacks of this package, and `TrainerCallback` objects or classes of transformers, beside the
             built-in ones.
-        optimizers: Optimizer of your own, built on the model instance that is passed, and perhaps its LR scheduler,
+        optimizers: Your optimizer, built on the model instance that is passed, and perhaps its LR scheduler,
             whose `step()` is called once per optimizer step. With None as the scheduler the config's schedule applies.
 
     Raises:
@@ -147,7 +146,7 @@ class Trainer:
             self._set_random_state()
             self._loop()
             self._finish()
-        except StopRequested:
+        except signals.StopRequested:
             self._save_and_stop()
 
     def _loop(self) -> None:
@@ -161,33 +160,33 @@ class Trainer:
             self._checkpoints.after_step(requests.should_save)
             self._evaluate_if(requests.should_evaluate)
             if self._stop_signal:
-                raise StopRequested
+                raise signals.StopRequested
 
     def _is_done(self) -> bool:
         return self.state.global_step >= self.state.max_steps
 
     def _finish(self) -> None:
-        """What is left after the last step: no way leads back to these weights, so they are written first."""
+        """Saves, exports and evaluates after the last step; saves first, since the weights exist nowhere else."""
         self._checkpoints.at_end()
         best = self.config.checkpoint.load_best_model_at_end
         if self.config.checkpoint.export and not best:
             self.save_model()
         self._evaluate_if(self.config.evaluation.at_end)
         if self._stop_signal:
-            raise StopRequested
+            raise signals.StopRequested
         if self.config.checkpoint.export and best:
             self.save_model()
         self._call("on_train_end")
         log_idle_steps(self.state)
 
     def _save_and_stop(self) -> NoReturn:
-        """Ends the run at a signal: one whole checkpoint, and an exit code of its own on every rank."""
+        """Ends the run at a signal, with one checkpoint and the exit code `signals.EXIT_CODE` on every rank."""
         reasons = stop_reasons(self.run.mesh)
         self._checkpoints.at_stop()
         log_stop(reasons, self.state.global_step)
         signals.forget()
         self._call("on_interrupt")
-        raise StopRequested
+        raise signals.StopRequested
 
     @collective
     def train_step(self) -> TrainerControl:
@@ -221,7 +220,9 @@ class Trainer:
         requests = self._agree_on_requests()
         due = state.global_step % self.config.logging.every_steps == 0
         if due or requests.should_log or self._is_done():
-            self._log(lr)
+            metrics = close_window(self.window, state, lr, self.run.mesh.device)
+            state.log_history.append(metrics)
+            self._call("on_log", metrics)
         return requests
 
     def _agree_on_requests(self) -> TrainerControl:
@@ -236,11 +237,6 @@ class Trainer:
             get_logger().info("a callback ends the training after step %d", self.state.global_step)
             self.state.max_steps = self.state.global_step
         return requests
-
-    def _log(self, lr: float) -> None:
-        metrics = close_window(self.window, self.state, lr, self.run.mesh.device)
-        self.state.log_history.append(metrics)
-        self._call("on_log", metrics)
 
     def _evaluate_if(self, requested: bool) -> None:
         """Evaluates if it is requested or due, there is data, and this very step has not been evaluated yet."""

@@ -129,7 +129,7 @@ def test_where_no_checkpoint_is_whole_nothing_is_replaced(world, run_dir):
     for folder in run_dir.glob("checkpoint-*"):
         truncate(folder / files("state"))
     for found in world(fail_to_resume, 2, run_dir, "auto"):
-        assert "checkpoint-6, checkpoint-4, checkpoint-2, and none of them is whole" in found
+        assert "checkpoint-6, checkpoint-4, checkpoint-2, and none of them is complete" in found
 
 
 @pytest.mark.parametrize(

@@ -211,7 +211,7 @@ def start_apart(out):
 
 def test_a_group_that_was_set_up_otherwise_than_asked_is_an_error(world, tmp_path):
     for text in world(keep_what_should_be_freed, 2, tmp_path):
-        assert "fsdp.reshard_after_forward was asked to be True and FSDP2 set up False" in text
+        assert "the config says fsdp.reshard_after_forward = True and FSDP2 set up False" in text
 
 
 def keep_what_should_be_freed(out):

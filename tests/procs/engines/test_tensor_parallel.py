@@ -134,7 +134,7 @@ def test_each_data_rank_starts_from_what_the_others_of_its_tensor_rank_start_fro
         assert "ranks [3] start with other parameters than rank 1" in text
     printed, *_ = world(start, 4, tmp_path, None)
     assert "DistributedDataParallel, 2 data rank(s) of 2 tensor ranks, compute in fp32" in printed
-    first, second = re.search("all copies start from hash (.*)/(.*)", printed).groups()
+    first, second = re.search("all replicas start from hash (.*)/(.*)", printed).groups()
     assert first != second, "the two tensor ranks hold different parts"
 
 

@@ -44,10 +44,10 @@ def other_facts(engine_class, **changes):
 
 
 WRONG = {
-    "data ranks": (DDPEngine, "ddp", {"group_size": 1}, "data ranks was asked to be 2 and .* set up 1"),
-    "precision": (DDPEngine, "ddp", {"compute_dtype": "bf16"}, "precision.dtype was asked to be 'fp32' and .* 'bf16'"),
-    "tensor ranks": (DDPEngine, "ddp", {"settings": {"parallel.tp": 2}}, "tp was asked to be 1 and .* set up 2"),
-    "stage": (DeepSpeedEngine, "zero2", {"stage": 1}, "zero.stage was asked to be 2 and .* set up 1"),
+    "data ranks": (DDPEngine, "ddp", {"group_size": 1}, "says data-parallel ranks = 2 and .* set up 1"),
+    "precision": (DDPEngine, "ddp", {"compute_dtype": "bf16"}, "says precision.dtype = 'fp32' and .* 'bf16'"),
+    "tensor ranks": (DDPEngine, "ddp", {"settings": {"parallel.tp": 2}}, "tp = 1 and .* set up 2"),
+    "stage": (DeepSpeedEngine, "zero2", {"stage": 1}, "says zero.stage = 2 and .* set up 1"),
 }
 
 

@@ -77,7 +77,7 @@ def test_nan_is_never_the_best():
 
 
 def test_a_metric_that_the_evaluation_does_not_give_is_named_with_those_it_gives():
-    with pytest.raises(ConfigError, match="metric_for_best_model = f1, and the evaluation gave eval_loss, eval_accur"):
+    with pytest.raises(ConfigError, match="metric_for_best_model = f1, and the evaluation has eval_loss, eval_accur"):
         stops_at(stopper(patience=1, metric="f1"), [0.5])
 
 
