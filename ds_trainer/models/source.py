@@ -60,7 +60,7 @@ class ModelSource:
 
 
 def find_model(config: ModelConfig, instance: nn.Module | None) -> ModelSource:
-    """The instance, or the checkpoint that the config names, downloaded where it must be.
+    """The instance, or the checkpoint that the config names, downloaded if it is not here.
 
     Raises:
         ConfigError: There is neither.
@@ -70,7 +70,7 @@ def find_model(config: ModelConfig, instance: nn.Module | None) -> ModelSource:
         return ModelSource(None, instance)
     if config.path is None:
         raise ConfigError(
-            "model.path is not set and no model was handed to Trainer",
+            "model.path is not set and no model was passed to Trainer",
             "a run trains one checkpoint",
             "set model.path to a checkpoint's folder or hub id, or pass Trainer(model=...)",
         )

@@ -1,4 +1,4 @@
-"""The tokenizer of a run: the one that the config names, or the checkpoint's own."""
+"""The tokenizer of a run: the one that the config names, or the checkpoint's."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def find_tokenizer(config: ModelConfig, folder: str | None, required: bool) -> P
         required: Whether the data needs one; the checkpoint must have it then, if there is one.
 
     Raises:
-        ModelError: There is none that transformers can read.
+        ModelError: Transformers cannot read a tokenizer there.
     """
     if config.tokenizer is not None:
         return load_tokenizer(config, config.tokenizer)
@@ -32,10 +32,10 @@ def find_tokenizer(config: ModelConfig, folder: str | None, required: bool) -> P
 
 
 def load_tokenizer(model_config: ModelConfig, folder: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of the run: `model.tokenizer`, or the checkpoint's own.
+    """The tokenizer of the run: `model.tokenizer`, or the checkpoint's.
 
     Raises:
-        ModelError: There is none that transformers can read.
+        ModelError: Transformers cannot read a tokenizer there.
     """
     source = folder if model_config.tokenizer is None else resolve_folder(model_config.tokenizer)
     try:

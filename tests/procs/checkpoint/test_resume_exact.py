@@ -8,7 +8,7 @@ from tests.helpers.layouts import CELLS, OF_FOUR, STAGE3, deepspeed, slow_except
 from tests.helpers.resume import check_resumed, killed_and_resumed, train
 
 QUICK = ["ddp", "zero1", "zero2-cpu", "zero3", "fsdp2"]
-"""One of every way to cut and keep states; `make test-all` runs the others."""
+"""One of every way to shard and keep states; `make test-all` runs the others."""
 
 
 @pytest.mark.case("C2", "C3")

@@ -44,7 +44,7 @@ class Unreadable:
 
     def __getitem__(self, i):
         if self.rank == 1 and i == 6:
-            raise DataError("the file of sample 6 is empty", "files hold a picture", "mend the file")
+            raise DataError("the file of sample 6 is empty", "files hold a picture", "fix the file")
         return {"input_ids": [i], "labels": [i]}
 
 

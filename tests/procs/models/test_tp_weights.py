@@ -90,7 +90,7 @@ def test_embeddings_grow_by_the_rows_of_one_process(world, tmp_path, engine, kin
     source = make_checkpoint(tmp_path / "source", kind, vocab_size=270)
     rows = len(make_tokenizer())
     assert rows > 270
-    rows += rows % 2 == 0  # Odd, so that two tensor ranks pad it.
+    rows += rows % 2 == 0  # Odd, so that two tensor-parallel ranks pad it.
     growth = {"resize_embeddings": True, "pad_embeddings_to_multiple_of": rows}
     world(there_and_back, 1, tmp_path / "one", source, 1, engine, growth)
     for held, whole in world(there_and_back, 4, tmp_path / "four", source, 2, engine, growth):

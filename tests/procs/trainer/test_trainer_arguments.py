@@ -127,7 +127,7 @@ REFUSED = {
     _offloaded: "offload_optimizer.device = cpu",
     _looks_beyond_one_element: "Adafactor, with parallel.engine 'deepspeed'",
     _smoothed_by_whom: "loss.label_smoothing is 0.1 and a compute_loss_func",
-    _no_model: "no model was handed to Trainer",
+    _no_model: "no model was passed to Trainer",
 }
 
 

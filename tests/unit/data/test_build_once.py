@@ -204,7 +204,7 @@ def build(folder: Path, check_stop) -> None:
     (folder / "numbers").write_bytes(b"0123456789")
 
 
-def cut(path):
+def truncate(path):
     os.truncate(path, 4)
 
 
@@ -217,7 +217,7 @@ def remove(path):
 
 
 @pytest.mark.parametrize("name", ["numbers", "sizes.json"])
-@pytest.mark.parametrize("harm", [cut, empty, remove])
+@pytest.mark.parametrize("harm", [truncate, empty, remove])
 def test_a_folder_that_lost_something_is_made_anew_and_that_is_said(tmp_path, capfd, harm, name):
     target = tmp_path / "data"
     build_once(target, build)

@@ -1,4 +1,4 @@
-"""A box of a tensor that a conversion makes, read without the rest of it."""
+"""Reading a slice of a tensor that a conversion makes reads only what the slice is made of."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from ds_trainer.models.lazy_tensor import LazyTensor, NotRecordedError
 
 
 class Stored:
-    """Tensors that are only read box by box, and how many elements were read of them."""
+    """Lazy tensors, and how many elements were read of them."""
 
     def __init__(self, *tensors):
         self.read = 0
