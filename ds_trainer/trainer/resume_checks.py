@@ -29,7 +29,7 @@ _WEIGHTS_ONLY = "set checkpoint.resume_weights_only to true to begin a new run f
 
 
 def find_checkpoint(resolved: ResolvedConfig, mesh: Mesh, trains: bool) -> VerifiedCheckpoint | None:
-    """The checkpoint that this run goes on from; None where it starts anew. A collective.
+    """The checkpoint from which this run continues; None: it starts anew. A collective.
 
     Args:
         resolved: The run's config.
@@ -37,14 +37,14 @@ def find_checkpoint(resolved: ResolvedConfig, mesh: Mesh, trains: bool) -> Verif
         trains: Whether the run has training data.
 
     Raises:
-        CheckpointError: On every rank: it is damaged or missing, or the folder holds one and nothing says to go on.
+        CheckpointError: On every rank: it is damaged or missing, or there is one and `checkpoint.resume` is not set.
     """
     config = resolved.config
     output_dir, wanted = Path(config.run.output_dir), config.checkpoint.resume
     if wanted is None:
         found = mesh.gather_over_world(checkpoints(output_dir))[0] if trains else []
         if found:
-            raise _agreed(
+            raise _error_on_all_ranks(
                 f"{output_dir} holds {found[0].name} of an earlier run",
                 "a run that starts anew does not mix its checkpoints with another's",
                 "set checkpoint.resume to auto to go on from there, or run.output_dir to another folder",
@@ -55,7 +55,7 @@ def find_checkpoint(resolved: ResolvedConfig, mesh: Mesh, trains: bool) -> Verif
     checkpoint = open_newest(output_dir, mesh)
     there = mesh.gather_over_world(checkpoints(output_dir))[0]
     if checkpoint is None and there:
-        raise _agreed(
+        raise _error_on_all_ranks(
             f"{output_dir} holds {', '.join(path.name for path in there)}, and none of them is complete (see above)",
             "a new run would replace checkpoints that can perhaps still be repaired",
             "move these folders away to start anew, or set run.output_dir to another folder",
@@ -66,7 +66,10 @@ def find_checkpoint(resolved: ResolvedConfig, mesh: Mesh, trains: bool) -> Verif
 
 
 def describe_layout(resolved: ResolvedConfig, layouts: list[list[ParameterSlice]]) -> dict[str, Any]:
-    """A layout as JSON: a description, and the slices of each rank."""
+    """A layout as JSON: a description, and the slices of each rank.
+
+    Checkpoints hold its keys and its description, which are compared with those of a run: they do not change.
+    """
     return {
         "engine": resolved.config.parallel.engine,
         "description": _description(resolved),
@@ -122,7 +125,7 @@ def _tensor_description(config: ParallelConfig) -> list[str]:
 
 
 def check_world(checkpoint: VerifiedCheckpoint, resolved: ResolvedConfig, world: int) -> None:
-    """Checks the numbers of ranks along the mesh axes, which show before anything is loaded.
+    """Checks the numbers of ranks along the mesh axes, before anything is loaded.
 
     Raises:
         CheckpointError: Other numbers of ranks saved it.
@@ -200,13 +203,13 @@ def check_run(
     changed = {key for key in before.keys() | after.keys() if before.get(key) != after.get(key)}
     for key in _SAME:
         if key in changed:
-            raise _agreed(
+            raise _error_on_all_ranks(
                 f"{key} is {after[key]!r}, and {before[key]!r} in {checkpoint.folder}",
                 "it decides the order of the samples or what the optimizer's state means",
                 f"set {key} to {before[key]!r}, or {_WEIGHTS_ONLY}",
             )
     if num_samples != state["data"]["num_samples"]:
-        raise _agreed(
+        raise _error_on_all_ranks(
             f"the training data has {num_samples} samples, and had {state['data']['num_samples']} in "
             f"{checkpoint.folder}",
             "a run continues at the sample after the last one that it has seen",
@@ -214,14 +217,14 @@ def check_run(
         )
     saved_probes = state["data"]["probes"]
     if probes is not None and saved_probes is not None and list(probes) != saved_probes:
-        raise _agreed(
+        raise _error_on_all_ranks(
             f"the first, the middle or the last training sample is not the one of {checkpoint.folder}",
             "a run continues with the data that it began with",
             f"set data.train as it was, or {_WEIGHTS_ONLY}",
         )
     size, saved_size = config.batch.global_size, state["data"]["global_size"]
     if size != saved_size and not config.checkpoint.allow_global_size_change:
-        raise _agreed(
+        raise _error_on_all_ranks(
             f"batch.global_size is {size}, and {saved_size} in {checkpoint.folder}",
             "another global batch is another optimization: learning rate and schedule were chosen for the first",
             f"set batch.global_size to {saved_size}, or checkpoint.allow_global_size_change to true",
@@ -237,7 +240,7 @@ def check_length(checkpoint: VerifiedCheckpoint, state: TrainerState) -> None:
         CheckpointError: It is.
     """
     if state.global_step > state.max_steps:
-        raise _agreed(
+        raise _error_on_all_ranks(
             f"{checkpoint.folder} is at step {state.global_step}, and this run has {state.max_steps} steps",
             "a run continues from a step before its end",
             "raise run.max_steps or run.epochs, or set checkpoint.resume to an earlier checkpoint",
@@ -263,14 +266,14 @@ def _compared_keys(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def _other_layout(checkpoint: VerifiedCheckpoint, saved: str, now: str) -> CheckpointError:
-    return _agreed(
+    return _error_on_all_ranks(
         f"{checkpoint.folder} was saved by {saved}; this run is {now}",
         "optimizer states are sharded by the layout, and a run continues in the one that it was saved in",
         f"start it in that layout, or {_WEIGHTS_ONLY} in this one",
     )
 
 
-def _agreed(found: str, rule: str, change: str) -> CheckpointError:
+def _error_on_all_ranks(found: str, rule: str, change: str) -> CheckpointError:
     """An error that every rank raises."""
     error = CheckpointError(found, rule, change)
     error.on_all_ranks = True

@@ -160,7 +160,7 @@ def _load_data(plan: SetupPlan, inputs: TrainerInputs, mesh: Mesh) -> LoadedData
         if tokenizer is not None and config.data.chat_template is not None:
             tokenizer.chat_template = read_chat_template(config.data.chat_template)  # The export carries it too.
     with consensus(mesh, "the data"), barrier_after(mesh, "data preparation"):
-        rows = None if config.model.resize_embeddings else source.vocab_size()  # Grown by as many as the data needs.
+        rows = None if config.model.resize_embeddings else source.vocab_size()  # Resized to the tokenizer.
         loaders = LoaderFactory(config, mesh.grid, tokenizer, inputs.data_collator, rows, source.max_positions())
         train_loader, eval_loader = loaders.train(inputs.train_dataset), loaders.eval(inputs.eval_dataset)
     _stop_if_requested(mesh)

@@ -27,15 +27,15 @@ def verify_setup(resolved: ResolvedConfig, engine: Engine, mesh: Mesh) -> Engine
     facts = engine.facts()
     gathered = mesh.gather_over_world((facts, engine.parameter_hash()))
     for rank, (other, _) in enumerate(gathered):
-        _compare(resolved, other, rank, mesh)
+        _compare(resolved, other, rank)
     hashes = [value for _, value in gathered]
-    _same_start(hashes, mesh.grid.dp_ranks)
+    _check_same_start(hashes, mesh.grid.dp_ranks)
     shards = [hashes[rank] for rank in mesh.grid.model_ranks[0]]
-    _print(resolved, [other for other, _ in gathered], "/".join(filter(None, shards)) or None)
+    _log_setup(resolved, [other for other, _ in gathered], "/".join(filter(None, shards)) or None)
     return facts
 
 
-def _compare(resolved: ResolvedConfig, facts: EngineFacts, rank: int, mesh: Mesh) -> None:
+def _compare(resolved: ResolvedConfig, facts: EngineFacts, rank: int) -> None:
     config = resolved.config
     expected: dict[str, tuple[Any, Any]] = {
         "data-parallel ranks": (resolved.dp_size, facts.group_size),
@@ -61,7 +61,7 @@ def _compare(resolved: ResolvedConfig, facts: EngineFacts, rank: int, mesh: Mesh
             )
 
 
-def _same_start(hashes: list[str | None], dp_ranks: list[list[int]]) -> None:
+def _check_same_start(hashes: list[str | None], dp_ranks: list[list[int]]) -> None:
     """Checks that data-parallel ranks of the same shard hold equal parameters."""
     different = {rank: ranks[0] for ranks in dp_ranks for rank in ranks if hashes[rank] != hashes[ranks[0]]}
     if different:
@@ -72,7 +72,7 @@ def _same_start(hashes: list[str | None], dp_ranks: list[list[int]]) -> None:
         )
 
 
-def _print(resolved: ResolvedConfig, ranks: list[EngineFacts], same_hash: str | None) -> None:
+def _log_setup(resolved: ResolvedConfig, ranks: list[EngineFacts], same_hash: str | None) -> None:
     first, log = ranks[0], get_logger()
     stage = "" if first.stage is None else f", ZeRO stage {first.stage}"
     through = " through accelerate" if resolved.config.parallel.engine == "accelerate" else ""
@@ -83,7 +83,7 @@ def _print(resolved: ResolvedConfig, ranks: list[EngineFacts], same_hash: str | 
         through,
         stage,
         first.group_size,
-        _split(first.settings) + _sharding(first.settings),
+        _model_axes(first.settings) + _sharding(first.settings),
         first.compute_dtype,
     )
     log.info(
@@ -108,7 +108,7 @@ def _print(resolved: ResolvedConfig, ranks: list[EngineFacts], same_hash: str | 
     )
 
 
-def _split(settings: Mapping[str, Any]) -> str:
+def _model_axes(settings: Mapping[str, Any]) -> str:
     """Over how many ranks a replica of the model is split along each axis; empty where it is not."""
     axes = {"tensor": settings.get("parallel.tp", 1), "pipeline": settings.get("parallel.pp", 1)}
     axes_text = " x ".join(f"{ranks} {axis} ranks" for axis, ranks in axes.items() if ranks > 1)
