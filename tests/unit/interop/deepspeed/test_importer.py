@@ -195,7 +195,7 @@ def test_what_cannot_be_carried_says_why_and_leaves_nothing_behind(native, key, 
         (
             {"zero_optimization": {"stage": 2}, "torch_autocast": {"enabled": True}},
             "torch_autocast.enabled",
-            "master",
+            "master weights",
         ),
         ({"torch_autocast": {"enabled": True, "dtype": "float16"}}, "torch_autocast.enabled", "held in fp16"),
         ({"fp16": {"enabled": True, "loss_scale": 128}}, "fp16.loss_scale", "dynamic"),
