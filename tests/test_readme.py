@@ -315,10 +315,20 @@ def test_the_lower_bounds_are_those_of_the_package():
     assert stated and set(stated) <= set(required)
 
 
+def anchors(text: str) -> set[str]:
+    """The fragments by which GitHub names a page's headings."""
+    headings = re.findall(r"^#+ (.+)$", text, flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 @table("page", PAGES)
 def test_every_link_leads_somewhere(page):
-    links = [link for link in re.findall(r"\]\(([^)#]+)\)", PAGES[page]) if "://" not in link]
-    assert [link for link in links if not (ROOT / page).parent.joinpath(link).exists()] == []
+    nowhere = []
+    for path, fragment in re.findall(r"\]\(([^)#]*)(?:#([^)]+))?\)", PAGES[page]):
+        target = (ROOT / page).parent.joinpath(path) if path else ROOT / page
+        if "://" not in path and not (target.exists() and (not fragment or fragment in anchors(target.read_text()))):
+            nowhere.append((path, fragment))
+    assert not nowhere
 
 
 def test_the_examples_are_all_there():
