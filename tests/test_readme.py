@@ -191,6 +191,15 @@ def test_the_printed_tokens_of_the_evaluation_are_those_in_the_picture():
     assert f"{lines[0]['eval_num_tokens']:,} of them learned" in of("text", UNATTENDED)[0]
 
 
+def test_the_printed_lines_on_the_set_up_have_the_words_of_the_code():
+    printed = of("text", UNATTENDED)[0].splitlines()
+    source = (ROOT / "ds_trainer/trainer/verify_setup.py").read_text()
+    templates = re.findall(r'"((?:engine|parameters|batch): .*%.*)"', source)
+    shapes = [re.sub(r"%[sd]", ".*", re.escape(template)) for template in templates]
+    assert len(shapes) == 3
+    assert [shape for shape in shapes if not any(re.search(shape, line) for line in printed)] == []
+
+
 SUPPORT = {
     "data parallelism": {},
     "optimizer on the CPU": {"zero.offload_optimizer.device": "cpu"},
