@@ -75,7 +75,7 @@ $(INSTALLED_DEV): EXTRAS := demo,dev
 $(INSTALLED) $(INSTALLED_DEV): pyproject.toml constraints.txt
 	test -x $(VENV)/bin/pip || { $(PYTHON) -c '$(CHECK_PYTHON)' && $(PYTHON) -m venv $(VENV); }
 	DS_IGNORE_CUDA_DETECTION=1 $(PIP) setuptools --editable '.[$(EXTRAS)]'
-	touch $(INSTALLED) $@
+	touch $(sort $(INSTALLED) $@)
 
 $(MODEL): | $(INSTALLED)
 	python examples/demo/prepare_model.py --out $(@D)
