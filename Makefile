@@ -30,7 +30,7 @@ train: announce $(INSTALLED) $(MODEL) $(DATA)
 
 announce:
 	@echo "make train, on a machine with 2 cores:"
-	@test -e $(INSTALLED) || echo "  1. installs PyTorch, DeepSpeed and transformers in .venv: about 2 minutes, mostly download"
+	@test -e $(INSTALLED) || echo "  1. installs PyTorch, DeepSpeed and transformers in .venv: about 1 minute, and the download"
 	@test -e $(MODEL) || echo "  2. fetches SmolLM2-135M-Instruct and makes its Hugging Face folder: about 1 minute"
 	@test -e $(DATA) || echo "  3. makes training data of Python's standard library: seconds"
 	@echo "  4. trains 20 steps, draws the loss, asks the trained model a question: about 3 minutes on a CPU"
