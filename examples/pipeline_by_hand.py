@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from ds_trainer.parallel.pipeline.cut import cut_model
 from ds_trainer.parallel.pipeline.deferred_linear import enable_deferred_weight_gradients
 from ds_trainer.parallel.pipeline.runtime import PipelineRuntime
+from ds_trainer.parallel.pipeline.split import split_into_stages
 from ds_trainer.parallel.tied_parameters import StageParameters
 from ds_trainer.planning.pp_drawing import as_text
 from ds_trainer.planning.pp_schedules import NAMES, default_virtual_stages, make_schedule
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     length = LAYERS // schedule.num_stages
     ranges = tuple((length * stage, length * (stage + 1)) for stage in range(schedule.num_stages))
     model = copy.deepcopy(whole)
-    staged = cut_model(model, ranges, schedule.stages_of(rank), schedule.rank_of)
+    staged = split_into_stages(model, ranges, schedule.stages_of(rank), schedule.rank_of)
     enable_deferred_weight_gradients(model)  # For schedules that have passes I and W, and not B.
     count = sum(parameter.numel() for parameter in model.parameters())
     say(group, [f"rank {rank} has {count:,} parameters, in stages {', '.join(map(str, staged.stages))}"])
@@ -71,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     PipelineRuntime(group, group, torch.device("cpu")).run(schedule, forward, [ids.shape for ids in batches])
 
     # 4. Embedding and head are one parameter. The first stage owns it, and receives the last stage's gradient.
-    parameters = StageParameters(staged.shapes, staged.owners, staged.copies, rank, group, group)
+    parameters = StageParameters(staged.shapes, staged.owners, staged.replicas, rank, group, group)
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
     parameters.sum_tied(gradients)
 

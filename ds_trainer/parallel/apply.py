@@ -14,10 +14,10 @@ from ds_trainer.config.stage_assignment import assign_layers, check_stages, num_
 from ds_trainer.distributed.process_groups import Mesh
 from ds_trainer.errors import ConfigErrors, ModelError
 from ds_trainer.parallel.model_split import ModelSplit
-from ds_trainer.parallel.pipeline.cut import cut_model
 from ds_trainer.parallel.pipeline.deferred_linear import enable_deferred_weight_gradients
+from ds_trainer.parallel.pipeline.split import split_into_stages
 from ds_trainer.parallel.pipeline.stages import StagedModel
-from ds_trainer.parallel.pipeline.trace_model import refusal
+from ds_trainer.parallel.pipeline.trace_model import not_splittable
 from ds_trainer.parallel.tensor.parallelize import split_model
 from ds_trainer.parallel.tied_parameters import StageParameters
 from ds_trainer.planning.pp_costs import FACTS, ModelParts, StageRanges
@@ -53,11 +53,11 @@ def apply_parallelism(
         return None, split
     ranges = resolved.stages or _assign_unknown_layers(model, resolved, provenance, shapes, max_positions)
     owners = {stage: rank for rank in range(parallel.pp) for stage in stages_of(*layout, rank)}
-    staged = cut_model(model, ranges, own, owners.__getitem__)
+    staged = split_into_stages(model, ranges, own, owners.__getitem__)
     _check_trained(trained, staged, parallel.pp)
     if splits_backward(parallel.schedule):
         enable_deferred_weight_gradients(model)
-    stages = StageParameters(shapes, staged.owners, staged.copies, grid.pp_rank, mesh.pp_group, mesh.pp_host_group)
+    stages = StageParameters(shapes, staged.owners, staged.replicas, grid.pp_rank, mesh.pp_group, mesh.pp_host_group)
     return staged, replace(split, stages=stages)
 
 
@@ -82,7 +82,7 @@ def _assign_unknown_layers(
     text = model.config.get_text_config(decoder=True) if isinstance(model, PreTrainedModel) else None
     parts = ModelParts(shapes, {name: getattr(text, name) for name in FACTS if hasattr(text, name)})
     if not parts.num_layers:
-        raise refusal(
+        raise not_splittable(
             f"{type(model).__name__} has no layers with numbers", "stages are made of a language model's layers"
         )
     if faults := list(check_stages(resolved.config, provenance, parts.num_layers)):

@@ -17,7 +17,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from ds_trainer.errors import ModelError
 from ds_trainer.models.extra_tp_plans import EXTRA_TP_PLANS
 from ds_trainer.models.small_configs import causal_lm_classes, small_configs
-from ds_trainer.parallel.pipeline.verify_cut import proven
+from ds_trainer.parallel.pipeline.split import verified_trace
 from ds_trainer.planning.checkpoint_spec import CONFIG_KEYS
 
 TARGET = Path(str(files("ds_trainer.planning"))) / "families.json"
@@ -51,7 +51,7 @@ def stages(model_type: str) -> dict[str, Any]:
     """
     classes: tuple[Any, Any] = causal_lm_classes(model_type)
     try:
-        plan = proven(*classes).plan
+        plan = verified_trace(*classes).plan
     except ModelError as error:
         return {"pp_plan": None, "pp_refused": " ".join(error.found.split())}
     return {"pp_plan": {"layers": plan.layers, "first": list(plan.first), "last": list(plan.last)}, "pp_refused": None}

@@ -1,15 +1,17 @@
-"""Which part of a model this rank holds, and the way back to whole tensors."""
+"""Which shards of a model this rank holds: reading them from full tensors, and the way back."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from math import prod
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from ds_trainer.layout import ParameterSlice, TensorSharding
+from ds_trainer.models.weight_source import WeightSource
 from ds_trainer.parallel.tied_parameters import StageParameters
 
 T = TypeVar("T")
@@ -17,15 +19,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class ModelSplit:
-    """How tensor parallelism has cut a model's parameters, and which of them this rank's pipeline stages have.
+    """How tensor parallelism shards a model's parameters, and which of them this rank's pipeline stages have.
 
-    Of a parameter that no cut names every tensor rank holds the whole.
+    Every tensor-parallel rank holds the full tensor of a parameter without a sharding.
 
     Args:
-        shardings: Parameter name (of a tied one its first name) -> its cut.
-        rank: This rank's number in the tensor group.
-        host_group: The tensor group over gloo; None: there is no tensor parallelism.
-        whole_modules: Modules with parameters that every rank holds whole, the numbers of layers as `*`.
+        shardings: Parameter name (of a tied one its first name) -> its sharding.
+        rank: This rank's number in the tensor-parallel group.
+        host_group: The tensor-parallel group over gloo; None: there is no tensor parallelism.
+        whole_modules: Modules with unsharded parameters, the numbers of layers as `*`.
         stages: Which stage owns which parameter; None: there is no pipeline.
     """
 
@@ -36,16 +38,16 @@ class ModelSplit:
     stages: StageParameters | None = None
 
     def owns(self, name: str) -> bool:
-        """Whether this rank updates, counts and saves a parameter; not so a copy of one that another stage owns."""
+        """Whether this rank updates, counts and saves a parameter; False for a replica of another stage's."""
         return self.stages is None or self.stages.owns(name)
 
     def sum_tied(self, gradients: Mapping[str, torch.Tensor | None]) -> None:
-        """Adds the gradients of copies of tied parameters to their owners'; see `StageParameters`."""
+        """Adds the gradients of replicas of tied parameters to their owners'; see `StageParameters`."""
         if self.stages is not None:
             self.stages.sum_tied(gradients)
 
     def refresh_tied(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        """Gives copies of tied parameters their owners' values; see `StageParameters`."""
+        """Gives replicas of tied parameters their owners' values; see `StageParameters`."""
         if self.stages is not None:
             self.stages.refresh_tied(parameters)
 
@@ -67,7 +69,7 @@ class ModelSplit:
         return ParameterSlice(name, sharding.shape, flat, sharding, self.rank)
 
     def counted(self, name: str, rows: torch.Tensor, first: int = 0) -> Iterator[torch.Tensor]:
-        """Views of what counts in a sum over the tensor group, to which each element of the full tensor adds once.
+        """Views of the elements that count in a sum over the tensor-parallel group: each of the full tensor once.
 
         Args:
             name: Parameter name.
@@ -85,12 +87,12 @@ class ModelSplit:
                 yield rows.narrow(sharding.dim, begin, end - begin)
 
     def merged(self, local: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """The whole model's tensors out of what its ranks hold, on every rank, one at a time.
+        """The full model's tensors out of its ranks' shards, on every rank, one at a time.
 
         Args:
-            local: Name and local tensor on the host, in the same order on every tensor rank.
+            local: Name and local tensor on the host, in the same order on every tensor-parallel rank.
 
-        Comm: one all-gather over the tensor group of each tensor that is cut; of stages that of `StageParameters`.
+        Comm: one all-gather over the tensor-parallel group of each sharded tensor; of stages that of `StageParameters`.
         """
         full = ((name, self._full(tensor, self.shardings.get(name))) for name, tensor in local)
         return full if self.stages is None else self.stages.merged(full)
@@ -107,3 +109,34 @@ class ModelSplit:
                 full.narrow(sharding.dim, start, stop - start).copy_(shard.narrow(sharding.dim, at, stop - start))
                 at += stop - start
         return full
+
+
+class LocalWeights(WeightSource):
+    """A `WeightSource` of local tensors: this rank's shards; padding is 0.
+
+    Args:
+        full: Source of full tensors.
+        split: Which shards this rank holds.
+    """
+
+    def __init__(self, full: WeightSource, split: ModelSplit) -> None:
+        self._full, self._split = full, split
+
+    def view(self, name: str, flat: tuple[int, int] | None = None) -> torch.Tensor:
+        """As in `WeightSource`, of the local tensor."""
+        sharding = self._split.shardings.get(name)
+        if sharding is None:
+            return self._full.view(name, flat)
+        piece = self._split.slice(name, sharding.local_shape, flat or (0, prod(sharding.local_shape)))
+        shape = sharding.local_shape if flat is None else (piece.numel,)
+        parts = list(piece.parts())
+        if [part.slice.numel for part in parts] == [piece.numel]:  # The source's own memory will do.
+            return self._full.read_slice(name, parts[0].slice).reshape(shape)
+        local = torch.zeros(piece.numel, dtype=self.stored_dtype(name))
+        for part in parts:
+            part.of(local).copy_(self._full.read_slice(name, part.slice))
+        return local.view(shape)
+
+    def stored_dtype(self, name: str) -> torch.dtype:
+        """As in `WeightSource`."""
+        return self._full.stored_dtype(name)

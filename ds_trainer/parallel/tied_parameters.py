@@ -1,9 +1,9 @@
-"""Which stage of a pipeline owns which parameter, and what stages do together with parameters that they share.
+"""Which pipeline stage owns which parameter, and how stages keep tied parameters equal.
 
-A tied weight, such as that of the input embedding and the head, is used by the first stage and the last. The one that
-uses it first owns it: it alone has its optimizer state, counts it in the norm and saves it. The other one has a copy,
-whose gradient it sends to the owner before the update, and whose value it gets after it. So copies are equal bit for
-bit, whatever the engine.
+The first stage and the last use a tied weight, such as that of the input embedding and the head. The stage that uses it
+first owns it: it alone has its optimizer state, counts it in the norm and saves it. The other one has a replica. It
+sends the replica's gradient to the owner before the update, and receives the owner's value after it. So replicas are
+equal bit for bit, whatever the engine.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-_FORMATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.uint8)
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.uint8)
 _ABSENT = -1
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class StageParameters:
-    """The parameters of a model that is cut into stages.
+    """The parameters of a model that is split into stages.
 
     Args:
-        shapes: Every parameter's name in the order of the whole model (a tied one's first name) -> its full shape.
+        shapes: Every parameter's name in the order of the full model (a tied one's first name) -> its full shape.
         owners: Every parameter's name -> the pipeline rank that owns it.
-        copies: Of parameters that further pipeline ranks have a copy of: name -> these ranks.
+        replicas: Of parameters that further pipeline ranks have a replica of: name -> these ranks.
         rank: This rank's number in the pipeline.
         group: The pipeline, over the device's backend.
         host_group: The pipeline, over gloo.
@@ -35,7 +35,7 @@ class StageParameters:
 
     shapes: Mapping[str, tuple[int, ...]]
     owners: Mapping[str, int]
-    copies: Mapping[str, tuple[int, ...]]
+    replicas: Mapping[str, tuple[int, ...]]
     rank: int
     group: dist.ProcessGroup
     host_group: dist.ProcessGroup
@@ -45,12 +45,12 @@ class StageParameters:
         return self.owners[name] == self.rank
 
     def sum_tied(self, gradients: Mapping[str, torch.Tensor | None]) -> None:
-        """Adds the gradients of copies to their owner's, in place, before the norm and the update.
+        """Adds the gradients of replicas to their owner's, in place, before the norm and the update.
 
         Args:
             gradients: This rank's, by parameter name, or its shard of them; None: it has none.
 
-        Comm: each copy sends its gradient to the owner of the same data and tensor rank; nothing without tied weights.
+        Comm: each replica sends its gradient to the owner of the same dp and tp rank; nothing without tied weights.
         """
         for name, holders in self._shared():
             gradient = gradients.get(name)
@@ -65,12 +65,12 @@ class StageParameters:
                 gradient += received
 
     def refresh_tied(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        """Gives copies the value that their owner has after the update.
+        """Gives replicas the value that their owner has after the update.
 
         Args:
             parameters: This rank's, by name, or its shards of them, as plain tensors.
 
-        Comm: the owner sends its value to each copy of the same data and tensor rank.
+        Comm: the owner sends its value to each replica of the same dp and tp rank.
         """
         with torch.no_grad():
             for name, holders in self._shared():
@@ -88,16 +88,16 @@ class StageParameters:
         return {name: parameters[name] for name, _ in self._shared()}
 
     def _shared(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Parameters that this rank shares with others, and the ranks that have copies."""
-        for name, holders in self.copies.items():
+        """Parameters that this rank shares with others, and the ranks that have replicas."""
+        for name, holders in self.replicas.items():
             if self.owns(name) or self.rank in holders:
                 yield name, holders
 
     def merged(self, local: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """The whole model's tensors out of those of its stages, on every rank, one at a time, in the model's order.
+        """The full model's tensors out of those of its stages, on every rank, one at a time, in the model's order.
 
         Args:
-            local: Name and whole tensor on the host of this rank's parameters, or of some of them, in its own order.
+            local: Name and full tensor on the host of this rank's parameters, or of some of them, in its own order.
                 What it does not own is left out.
 
         Comm: for each parameter one broadcast of a number, and one of the tensor where its owner has it.
@@ -112,15 +112,15 @@ class StageParameters:
                 waiting = next(owned, None)
             if tensor is not None:
                 yield name, tensor
-        assert waiting is None, f"{waiting[0]} is not where the whole model has it"
+        assert waiting is None, f"{waiting[0]} is not where the full model has it"
 
     def _broadcast(self, tensor: torch.Tensor | None, shape: tuple[int, ...], owner: int) -> torch.Tensor | None:
-        code = torch.tensor(_ABSENT if tensor is None else _FORMATS.index(tensor.dtype))
+        code = torch.tensor(_ABSENT if tensor is None else _DTYPES.index(tensor.dtype))
         dist.broadcast(code, group=self.host_group, group_src=owner)
         if code == _ABSENT:
             return None
         if tensor is None:
-            tensor = torch.empty(shape, dtype=_FORMATS[int(code)])
+            tensor = torch.empty(shape, dtype=_DTYPES[int(code)])
         tensor = tensor.contiguous()
         dist.broadcast(tensor, group=self.host_group, group_src=owner)
         return tensor

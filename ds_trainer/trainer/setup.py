@@ -54,7 +54,7 @@ from ds_trainer.models.weight_source import ModuleWeights
 from ds_trainer.optim import hand_over, make_optimizer
 from ds_trainer.parallel.apply import apply_parallelism
 from ds_trainer.parallel.model_loss import make_model_loss
-from ds_trainer.parallel.tensor.local_weights import LocalWeights
+from ds_trainer.parallel.model_split import LocalWeights
 from ds_trainer.run_folder import claimed
 from ds_trainer.trainer.eval_samples import prompts_to_continue
 from ds_trainer.trainer.inputs import TrainerInputs

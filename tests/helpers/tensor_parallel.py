@@ -14,8 +14,7 @@ from ds_trainer.config.engine_sections import ParallelConfig
 from ds_trainer.distributed.process_groups import Mesh, init_mesh
 from ds_trainer.launch.environment import grid_from_environment
 from ds_trainer.models.weight_source import ModuleWeights
-from ds_trainer.parallel.model_split import ModelSplit
-from ds_trainer.parallel.tensor.local_weights import LocalWeights
+from ds_trainer.parallel.model_split import LocalWeights, ModelSplit
 from ds_trainer.parallel.tensor.parallelize import split_model
 
 

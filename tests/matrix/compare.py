@@ -22,8 +22,7 @@ from ds_trainer.loss import CrossEntropy, shifted_labels
 from ds_trainer.models.skeleton import skeleton
 from ds_trainer.models.small_configs import VOCAB, causal_lm_classes, small_configs
 from ds_trainer.models.weight_source import ModuleWeights
-from ds_trainer.parallel.model_split import ModelSplit
-from ds_trainer.parallel.tensor.local_weights import LocalWeights
+from ds_trainer.parallel.model_split import LocalWeights, ModelSplit
 from ds_trainer.parallel.tensor.parallelize import split_model
 from ds_trainer.parallel.tensor.vocab_parallel_head import make_cross_entropy
 from ds_trainer.planning.tp_plan import TensorPlan, plan_for

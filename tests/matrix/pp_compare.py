@@ -21,8 +21,8 @@ from ds_trainer.errors import ModelError
 from ds_trainer.log import get_logger
 from ds_trainer.loss import IGNORE_INDEX, shifted_labels
 from ds_trainer.models.small_configs import VOCAB, causal_lm_classes, small_configs
-from ds_trainer.parallel.pipeline.cut import StagedModel, cut_model
-from ds_trainer.parallel.pipeline.verify_cut import proven
+from ds_trainer.parallel.pipeline.split import split_into_stages, verified_trace
+from ds_trainer.parallel.pipeline.stages import StagedModel
 from tests.matrix.compare import Outcome, differences, randomise, worst
 
 Batch = dict[str, torch.Tensor]
@@ -66,7 +66,7 @@ def compare_all(types: list[str]) -> dict[str, tuple[Outcome, ...]]:
 def _compare_type(model_type: str) -> tuple[Outcome, ...]:
     cls, config_class = causal_lm_classes(model_type)
     try:
-        layers = proven(cls, config_class).plan.layers
+        layers = verified_trace(cls, config_class).plan.layers
     except ModelError as error:
         return (_refused(error),) * len(SIZES)
     configs = [_odd(config, tied) for tied in (False, True) for config in small_configs(config_class, max(SIZES))]
@@ -171,7 +171,7 @@ def _compare_stages(
     depth, size = len(whole.get_submodule(layers)), len(models)  # type: ignore[arg-type]
     ranges = [(stage * depth // size, (stage + 1) * depth // size) for stage in range(size)]
     try:
-        cuts = [cut_model(model, ranges, [stage], int) for stage, model in enumerate(models)]
+        cuts = [split_into_stages(model, ranges, [stage], int) for stage, model in enumerate(models)]
         stages_loss = _step(models, batches)
     except ModelError as error:
         return _refused(error)
@@ -199,13 +199,13 @@ def _misplaced(whole: nn.Module, models: list[Any], cuts: list[StagedModel]) -> 
     held = [{name: tuple(parameter.shape) for name, parameter in model.named_parameters()} for model in models]
     problems = []
     for rank, (model, cut) in enumerate(zip(models, cuts, strict=True)):
-        expected = {n: shape for n, shape in shapes.items() if rank in (cut.owners[n], *cut.copies.get(n, ()))}
+        expected = {n: shape for n, shape in shapes.items() if rank in (cut.owners[n], *cut.replicas.get(n, ()))}
         if held[rank] != expected:
             differing = sorted({n for n, _ in held[rank].items() ^ expected.items()})
             problems.append(f"stage {rank} does not hold what it should of {', '.join(differing)}")
         owned = [parameter for name, parameter in model.named_parameters() if cut.owners.get(name) == rank]
         if not any(parameter.grad is not None and parameter.grad.any() for parameter in owned):
             problems.append(f"all gradients of what stage {rank} owns are zero")
-        if (cut.owners, cut.copies) != (cuts[0].owners, cuts[0].copies) or list(cut.shapes) != list(shapes):
+        if (cut.owners, cut.replicas) != (cuts[0].owners, cuts[0].replicas) or list(cut.shapes) != list(shapes):
             problems.append(f"stage {rank} knows other owners or parameters than the others")
     return problems

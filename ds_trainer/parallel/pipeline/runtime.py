@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ds_trainer.parallel.deferred_weight_grads import DeferredGradients, defer_weight_gradients
-from ds_trainer.parallel.pipeline.hidden_formats import Formats
+from ds_trainer.parallel.pipeline.hidden_specs import HiddenSpecs
 from ds_trainer.parallel.pipeline.messages import Operation, Receive, Send, with_messages
 from ds_trainer.parallel.pipeline.p2p import Transport
 from ds_trainer.planning.pp_schedules import Action, Kind, Schedule
@@ -36,7 +36,7 @@ class PipelineRuntime:
     def __init__(self, group: dist.ProcessGroup, host_group: dist.ProcessGroup, device: torch.device) -> None:
         self.peak_in_flight = 0
         self._group, self._device = group, device
-        self._formats = Formats(host_group)
+        self._specs = HiddenSpecs(host_group)
         self._num_runs = 0
 
     def run(self, schedule: Schedule, forward: Forward, shapes: Sequence[tuple[int, int]]) -> None:
@@ -57,7 +57,7 @@ class PipelineRuntime:
             ModelError: A stage returned what the next one does not expect.
         """
         self._num_runs += 1
-        run = _Run(schedule, forward, shapes, self._group, self._formats, self._device, self._num_runs)
+        run = _Run(schedule, forward, shapes, self._group, self._specs, self._device, self._num_runs)
         for operation in with_messages(schedule)[self._group.rank()]:
             run.do(operation)
         run.end()
@@ -86,19 +86,19 @@ class _Run:
         forward: Forward,
         shapes: Sequence[tuple[int, int]],
         group: dist.ProcessGroup,
-        formats: Formats,
+        specs: HiddenSpecs,
         device: torch.device,
         number: int,
     ) -> None:
         self.peak_in_flight = 0
         self._schedule, self._stage_forward, self._shapes = schedule, forward, shapes
-        self._rank, self._formats, self._device = group.rank(), formats, device
+        self._rank, self._specs, self._device = group.rank(), specs, device
         self._is_training = any(action.kind is not Kind.FORWARD for row in schedule.actions for action in row)
         self._transport = Transport(group, number, answered=self._is_training)
         self._made: dict[tuple[str, int, int], torch.Tensor] = {}
         """What passes of this rank made for others, by what it is, the stage that reads it, and the micro-batch."""
         self._forwarded: dict[tuple[int, int], _Forwarded] = {}
-        self._later: dict[tuple[int, int], DeferredGradients] = {}
+        self._deferred: dict[tuple[int, int], DeferredGradients] = {}
 
     def do(self, operation: Operation) -> None:
         """One pass, or the beginning of one message."""
@@ -117,7 +117,7 @@ class _Run:
     def _buffer(self, message: Receive) -> torch.Tensor:
         """Memory for a message. A gradient looks like the hidden states that it is of, which the next stage reads."""
         reader = message.stage if message.kind == "hidden" else message.stage + 1
-        known = self._formats.of(reader, message.peer)
+        known = self._specs.of(reader, message.peer)
         shape = (*self._shapes[message.microbatch], *known.trailing)
         return torch.empty(shape, dtype=known.dtype, device=self._device)
 
@@ -129,11 +129,11 @@ class _Run:
             case Kind.BACKWARD:
                 self._backward(stage, microbatch)
             case Kind.INPUT:
-                with defer_weight_gradients() as later:
+                with defer_weight_gradients() as deferred:
                     self._backward(stage, microbatch)
-                self._later[stage, microbatch] = later
+                self._deferred[stage, microbatch] = deferred
             case Kind.WEIGHT:
-                self._later.pop((stage, microbatch)).accumulate()
+                self._deferred.pop((stage, microbatch)).accumulate()
 
     def _forward(self, stage: int, microbatch: int) -> None:
         hidden = None
@@ -143,14 +143,14 @@ class _Run:
         following = stage + 1
         if following < self._schedule.num_stages:
             peer = self._schedule.rank_of(following)
-            self._formats.check(output, following, self._shapes[microbatch], None if peer == self._rank else peer)
+            self._specs.check(output, following, self._shapes[microbatch], None if peer == self._rank else peer)
             self._made["hidden", following, microbatch] = output.detach()
         elif self._is_training:
             self._made["gradient", stage, microbatch] = torch.ones_like(output)
         if self._is_training:
             edge = get_gradient_edge(output) if output.requires_grad else None
             self._forwarded[stage, microbatch] = _Forwarded(hidden, edge)
-            self.peak_in_flight = max(self.peak_in_flight, len(self._forwarded) + len(self._later))
+            self.peak_in_flight = max(self.peak_in_flight, len(self._forwarded) + len(self._deferred))
 
     def _backward(self, stage: int, microbatch: int) -> None:
         forwarded = self._forwarded.pop((stage, microbatch))

@@ -1,91 +1,89 @@
-"""Cuts a model in place into the stages of one rank of a pipeline.
+"""Reduces a model in place to the stages of one rank of a pipeline.
 
 The model stays one object of its class, with the modules of this rank's stages under the names that they have in the
-whole model. Layers of other stages are absent from its list of layers; in the place of each other module with
-parameters that another stage has is a `Blank`.
-
-Legend: B samples, T positions, t positions of the hidden states between stages (T, or with sequence parallelism those
-of this tensor rank), H hidden size.
+full model. Layers of other stages are absent from its list of layers. Every other module with parameters that another
+stage has is replaced by a `Placeholder`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from ds_trainer.models.blocks import has_parameters
-from ds_trainer.parallel.patching import mix_in
-from ds_trainer.parallel.pipeline.placeholder import Blank
-from ds_trainer.parallel.pipeline.stage_context import Passage, Running, StageDone
-from ds_trainer.parallel.pipeline.stage_layers import StageLayers
-from ds_trainer.parallel.pipeline.trace_model import Observation, refusal
+from ds_trainer.parallel.pipeline.stage_forward import (
+    Placeholder,
+    SpareSlot,
+    StageContext,
+    StageLayers,
+    run_by_stages,
+)
+from ds_trainer.parallel.pipeline.trace_model import ModelTrace, not_splittable
 from ds_trainer.parallel.tensor.sequence import stack_of
-
-StageRanges = Sequence[tuple[int, int]]
+from ds_trainer.planning.pp_costs import StageRanges
 
 
 @dataclass(frozen=True)
 class StagedModel:
-    """What one rank has of a model that is cut into stages.
+    """What one rank has of a model that is split into stages.
 
     Args:
         stages: Its stages, in order.
-        shapes: Every parameter's name in the order of the whole model (a tied one's first name) -> its shape on this
-            tensor rank.
+        shapes: Every parameter's name in the order of the full model (a tied one's first name) -> its shape on this
+            tensor-parallel rank.
         owners: Every parameter's name -> the pipeline rank that owns it.
-        copies: Of parameters that further pipeline ranks have a copy of: name -> these ranks.
+        replicas: Of parameters that further pipeline ranks have a replica of: name -> these ranks.
         modules: Stage -> its modules with parameters.
     """
 
     stages: tuple[int, ...]
     shapes: Mapping[str, tuple[int, ...]]
     owners: Mapping[str, int]
-    copies: Mapping[str, tuple[int, ...]]
+    replicas: Mapping[str, tuple[int, ...]]
     modules: Mapping[int, tuple[nn.Module, ...]]
 
     def parameters_of(self, stage: int) -> list[nn.Parameter]:
-        """The parameters that run in a stage, copies included."""
+        """The parameters that run in a stage, replicas included."""
         return list(dict.fromkeys(p for module in self.modules[stage] for p in module.parameters()))
 
     def hidden_length(self, positions: int) -> int:
         """Positions of the hidden states between stages on this rank.
 
         Args:
-            positions: Those of the whole sequence.
+            positions: Those of the full sequence.
         """
         stack = next(filter(None, map(stack_of, self.modules[self.stages[0]])), None)
         return positions if stack is None else stack.own_length(positions)
 
 
-def cut_stages(
-    model: PreTrainedModel, seen: Observation, ranges: StageRanges, own: Sequence[int], owner_of: Callable[[int], int]
+def build_stages(
+    model: PreTrainedModel, trace: ModelTrace, ranges: StageRanges, own: Sequence[int], owner_of: Callable[[int], int]
 ) -> StagedModel:
-    """Cuts a model of a class that has been observed; see `ds_trainer.parallel.pipeline.cut.cut_model`."""
-    layers: Any = model.get_submodule(seen.plan.layers)
-    units = _units(model, seen, ranges)
+    """Reduces a model of a class that has been traced; see `ds_trainer.parallel.pipeline.split.split_into_stages`."""
+    layers: Any = model.get_submodule(trace.plan.layers)
+    units = _units(model, trace, ranges)
     staged = _staged(model, units, own, owner_of)
-    passage, spare = Passage(), []
+    context, spare = StageContext(), []
     held = {parameter for stage in own for parameter in staged.parameters_of(stage)}
     for unit in units:
         if unit.is_layer or (unit.stage in own and unit.stage > 0):
             continue
-        # A tied parameter keeps the name that it has in the whole model, though the module of that name is not here.
-        copies = {n: p for n, p in unit.module.named_parameters() if p in held and f"{unit.name}.{n}" in staged.owners}
+        # A tied parameter keeps the name that it has in the full model, though the module of that name is not here.
+        named = unit.module.named_parameters()
+        replicas = {n: p for n, p in named if p in held and f"{unit.name}.{n}" in staged.owners}
         places = [(parent, n) for parent in model.modules() for n, m in parent.named_children() if m is unit.module]
         if unit.stage in own:
-            spare += [(*place, Blank(unit.module, passage, {})) for place in places]
+            spare += [SpareSlot(parent, n, Placeholder(unit.module, context, {})) for parent, n in places]
         else:
             for parent, attribute in places:
-                setattr(parent, attribute, Blank(unit.module, passage, copies))
-    StageLayers.cut(layers, {number for stage in own for number in range(*ranges[stage])}, passage, seen.outputs)
-    mix_in(model, _Staged)
-    model.pipeline_stages = _Stages(passage, tuple(ranges), spare)  # type: ignore[assignment]
+                setattr(parent, attribute, Placeholder(unit.module, context, replicas))
+    own_layers = {number for stage in own for number in range(*ranges[stage])}
+    StageLayers.restrict(layers, own_layers, context, trace.outputs)
+    run_by_stages(model, context, ranges, spare)
     return staged
 
 
@@ -106,9 +104,9 @@ class _Unit:
     is_layer: bool
 
 
-def _units(model: PreTrainedModel, seen: Observation, ranges: StageRanges) -> list[_Unit]:
+def _units(model: PreTrainedModel, trace: ModelTrace, ranges: StageRanges) -> list[_Unit]:
     """All of a model's units, in its order."""
-    plan = seen.plan
+    plan = trace.plan
     stages = {f"{plan.layers}.{i}": stage for stage, bounds in enumerate(ranges) for i in range(*bounds)}
     found: list[_Unit] = []
     for name, module in model.named_modules():
@@ -119,7 +117,7 @@ def _units(model: PreTrainedModel, seen: Observation, ranges: StageRanges) -> li
         elif has_parameters(module):
             is_first, is_last = (any(_is_in(name, n) for n in names) for names in (plan.first, plan.last))
             if not (is_first or is_last):
-                raise refusal(
+                raise not_splittable(
                     f"{type(model).__name__} has parameters in {name or 'itself'}, which small models of its class "
                     "do not have, or do not call",
                     "what is in no layer is known to run before the layers or after them",
@@ -144,7 +142,7 @@ def _staged(
     named = dict(model.named_parameters())
     for name, parameter in named.items():
         if len(users[parameter]) > 1 and (users[parameter] != {0, last} or parameter in of_layers):
-            raise refusal(
+            raise not_splittable(
                 f"{name} is shared by stages {', '.join(map(str, sorted(users[parameter])))} of {last + 1}",
                 "what is before the layers and what is after them may share a parameter, as embedding and head do",
             )
@@ -156,51 +154,3 @@ def _staged(
         {name: (others[-1],) for name, (first, *others) in ranks.items() if others and others[-1] != first},
         {stage: tuple(unit.module for unit in units if unit.stage == stage) for stage in own},
     )
-
-
-class _Stages:
-    """Runs one stage of a model at a time.
-
-    Args:
-        passage: Tells the stand-ins which.
-        ranges: First layer of every stage, and the one behind its last.
-        spare: Where this rank has modules before the layers, and what is in their place while a later stage runs.
-    """
-
-    def __init__(self, passage: Passage, ranges: StageRanges, spare: list[tuple[nn.Module, str, Blank]]) -> None:
-        self._passage, self._ranges, self._spare = passage, ranges, spare
-
-    @contextmanager
-    def running(self, stage: int, hidden_BtH: torch.Tensor | None) -> Iterator[None]:
-        """While a stage runs."""
-        replaced = []
-        for parent, name, blank in self._spare if stage > 0 else ():
-            replaced.append((parent, name, parent._modules[name]))
-            parent._modules[name] = blank
-        try:
-            with self._passage.during(Running(*self._ranges[stage], hidden_BtH)):
-                yield
-        finally:
-            for parent, name, module in replaced:
-                parent._modules[name] = module
-
-
-class _Staged:
-    """A model that runs stage by stage."""
-
-    pipeline_stages: _Stages
-
-    def forward(
-        self: Any,
-        *args: Any,
-        pipeline_stage: int | None = None,
-        hidden_states: torch.Tensor | None = None,
-        **inputs: Any,
-    ) -> Any:
-        if pipeline_stage is None:
-            return super().forward(*args, **inputs)  # type: ignore[misc]
-        try:
-            with self.pipeline_stages.running(pipeline_stage, hidden_states):
-                return super().forward(*args, **inputs)  # type: ignore[misc]
-        except StageDone as done:
-            return done.hidden_BtH

@@ -1,7 +1,8 @@
-"""What a class of causal language models does around its layers, seen on scaled-down models of the class.
+"""Traces what a class of causal language models runs before, in and after its layers.
 
-A list of modules does not say which of them run before the layers and which after, or what a layer returns; both also
-change between versions of transformers. So a model of the class with a few thousand parameters runs once, watched.
+A list of modules does not say which of them run before the layers and which after, or what a layer returns. Both also
+change between versions of transformers. So a model of the class with a few thousand parameters runs once, with hooks
+that note its calls.
 """
 
 from __future__ import annotations
@@ -35,16 +36,16 @@ MISFITS = (
     TypeError,
     ValueError,
 )
-"""What a class may raise whose sizes do not fit one another, or that lacks a library."""
+"""What a scaled-down model may raise where its sizes do not fit one another, or a library is missing."""
 
 
 @dataclass(frozen=True)
-class Observation:
+class ModelTrace:
     """How a class runs its layers.
 
     Args:
-        plan: The outermost modules that it uses before and after them. Those that text does not reach, such as a tower
-            for images, count as before.
+        plan: The outermost modules that it uses before and after them. Those that text does not reach, such as a vision
+            tower, count as before.
         outputs: Length of the tuple that a layer returns, hidden states first; None: it returns them alone.
     """
 
@@ -52,57 +53,57 @@ class Observation:
     outputs: int | None
 
 
-def observe(cls: type[PreTrainedModel], config_class: type[PretrainedConfig]) -> Observation:
-    """Runs scaled-down models of a class and sees in which order their modules are called.
+def trace_class(cls: type[PreTrainedModel], config_class: type[PretrainedConfig]) -> ModelTrace:
+    """Runs scaled-down models of a class and notes in which order their modules are called.
 
     Args:
         cls: The class for causal language models.
         config_class: That of its config.
 
     Raises:
-        ModelError: The class cannot be cut between its layers, or not be scaled down.
+        ModelError: The class cannot be split between its layers, or not be scaled down.
     """
     try:
-        seen = [_observe(twin) for twin in twins(cls, config_class)]
+        traces = [_trace(model) for model in small_models(cls, config_class)]
     except MISFITS as error:
-        raise refusal(
+        raise not_splittable(
             f"{cls.__name__} does not run with a scaled-down config: {type(error).__name__}: {error}",
-            "a small model of the class is run before it is cut, to see what comes before and after its layers",
+            "a small model of the class runs first, which shows what comes before and after its layers",
         ) from error
-    (layers,) = {each.plan.layers for each in seen}
-    (outputs,) = {each.outputs for each in seen}
-    first = dict.fromkeys(name for each in seen for name in each.plan.first)
-    last = dict.fromkeys(name for each in seen for name in each.plan.last)
-    return Observation(StagePlan(layers, tuple(first), tuple(last)), outputs)
+    (layers,) = {each.plan.layers for each in traces}
+    (outputs,) = {each.outputs for each in traces}
+    first = dict.fromkeys(name for each in traces for name in each.plan.first)
+    last = dict.fromkeys(name for each in traces for name in each.plan.last)
+    return ModelTrace(StagePlan(layers, tuple(first), tuple(last)), outputs)
 
 
-def twins(cls: type[PreTrainedModel], config_class: type[PretrainedConfig]) -> Iterator[PreTrainedModel]:
+def small_models(cls: type[PreTrainedModel], config_class: type[PretrainedConfig]) -> Iterator[PreTrainedModel]:
     """Scaled-down models of a class with random values, the same each time, without dropout."""
     for config in small_configs(config_class, MIN_LAYERS):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            twin = cls(deepcopy(config))
-        for number, module in enumerate(twin.modules()):
+            model = cls(deepcopy(config))
+        for number, module in enumerate(model.modules()):
             module.register_forward_pre_hook(partial(_seed, number))
-        yield twin
+        yield model
 
 
-def run_twin(twin: Any, **inputs: Any) -> Any:
-    """What a scaled-down model makes of some tokens, the same ones each time."""
+def run_small_model(model: Any, **inputs: Any) -> Any:
+    """The outputs of a scaled-down model for some tokens, the same ones each time."""
     input_ids = torch.randint(3, VOCAB, _SHAPE, generator=torch.Generator().manual_seed(0))
     with torch.random.fork_rng(devices=[]):
-        return twin(input_ids=input_ids, use_cache=False, **inputs)
+        return model(input_ids=input_ids, use_cache=False, **inputs)
 
 
-def refusal(found: str, rule: str) -> ModelError:
-    """The error about a model that cannot be cut into stages."""
-    return ModelError(found, rule, "set parallel.pp to 1; FSDP2, ZeRO and parallel.tp cut every layer instead")
+def not_splittable(found: str, rule: str) -> ModelError:
+    """The error about a model that cannot be split into stages."""
+    return ModelError(found, rule, "set parallel.pp to 1; FSDP2, ZeRO and parallel.tp shard every layer instead")
 
 
 def carries_more(class_name: str, arguments: list[str]) -> ModelError:
-    """The error about layers that are given more than hidden states."""
+    """The error about layers that are given more than hidden states with a gradient."""
     names = ", ".join(arguments)
-    return refusal(
+    return not_splittable(
         f"layers of {class_name} are given more that has a gradient than hidden states: argument {names}",
         "hidden states alone go from one stage to the next, and their gradient back",
     )
@@ -113,12 +114,12 @@ def _seed(number: int, module: nn.Module, args: Any) -> None:
     torch.default_generator.manual_seed(number)
 
 
-def _observe(twin: PreTrainedModel) -> Observation:
-    watch = _Watch(twin)
-    run_twin(twin).logits.float().square().mean().backward()
-    layers = watch.layers()
-    first, last = watch.around(layers)
-    return Observation(StagePlan(layers, first, last), watch.outputs(layers))
+def _trace(model: PreTrainedModel) -> ModelTrace:
+    tracer = _Tracer(model)
+    run_small_model(model).logits.float().square().mean().backward()
+    layers = tracer.layers()
+    first, last = tracer.around(layers)
+    return ModelTrace(StagePlan(layers, first, last), tracer.outputs(layers))
 
 
 def _lists(model: PreTrainedModel) -> list[str]:
@@ -130,17 +131,17 @@ def _lists(model: PreTrainedModel) -> list[str]:
     return [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
 
 
-class _Watch:
-    """Notes what a model calls.
+class _Tracer:
+    """Notes which modules a model calls, and what they return.
 
     Args:
-        twin: The model.
+        model: The model.
     """
 
-    def __init__(self, twin: PreTrainedModel) -> None:
-        self._class, self._modules = type(twin).__name__, dict(twin.named_modules())
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._class, self._modules = type(model).__name__, dict(model.named_modules())
         self._of_list = {
-            name: [f"{name}.{number}" for number, _ in self._modules[name].named_children()] for name in _lists(twin)
+            name: [f"{name}.{number}" for number, _ in self._modules[name].named_children()] for name in _lists(model)
         }
         self._calls: list[str] = []
         self._returned: dict[str, int | None] = {}
@@ -162,15 +163,15 @@ class _Watch:
         """Name of the list whose layers run, each once and in order."""
         running = [name for name, layers in self._of_list.items() if not set(self._calls).isdisjoint(layers)]
         if len(running) != 1:
-            raise refusal(
+            raise not_splittable(
                 f"{self._class} runs {len(running)} lists of layers{': ' * bool(running)}{', '.join(running)}",
-                "stages are cut between the layers of a single list, each of which hands its hidden states to the next",
+                "stages are made of the layers of a single list, each of which passes its hidden states to the next",
             )
         layers = self._of_list[running[0]]
         if [name for name in self._calls if name in layers] != layers:
-            raise refusal(
+            raise not_splittable(
                 f"{self._class} does not run each layer of {running[0]} once, in order",
-                "stages are cut between layers that run one after the other",
+                "stages are split between layers that run one after the other",
             )
         return running[0]
 
@@ -178,7 +179,9 @@ class _Watch:
         """Length of the tuples that the layers return; None: they return tensors."""
         lengths = {self._returned[name] for name in self._of_list[layers]}
         if len(lengths) != 1:
-            raise refusal(f"layers of {self._class} return tuples of several lengths", "layers return the same")
+            raise not_splittable(
+                f"layers of {self._class} return tuples of several lengths", "all layers return tuples of one length"
+            )
         return lengths.pop()
 
     def around(self, layers: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -193,16 +196,16 @@ class _Watch:
             for calls in (self._calls[:start], self._calls[start:stop], self._calls[stop:])
         )
         if several := between | (before & after):
-            raise refusal(
+            raise not_splittable(
                 f"{self._class} uses {', '.join(sorted(several))} between its layers, or both before and after them",
                 "a module with parameters is in one stage: a layer's own, or the first or last one's",
             )
         uncalled = {name for name in outside if name not in before | after and _has_gradients(self._modules[name])}
         if direct := uncalled | {name for name in outside if not name or layers.startswith(f"{name}.")}:
-            raise refusal(
+            raise not_splittable(
                 f"{self._class} uses parameters of {', '.join(sorted(direct)) or 'its own'} without calling a module "
                 "that has nothing but them",
-                "what is before the layers and what after them is told by the modules that are called",
+                "which modules come before the layers and which after them shows in the calls of modules",
             )
         first, last = ([n for n in outside if (n in after) == is_last] for is_last in (False, True))
         return _outermost(first, [*last, layers]), _outermost(last, [*first, layers])

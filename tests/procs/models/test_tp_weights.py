@@ -16,8 +16,7 @@ from ds_trainer.models.checkpoint_weights import CheckpointWeights
 from ds_trainer.models.pretrained import build_skeleton
 from ds_trainer.models.resize import resize_embeddings_to_fit
 from ds_trainer.models.weight_source import ModuleWeights
-from ds_trainer.parallel.model_split import ModelSplit
-from ds_trainer.parallel.tensor.local_weights import LocalWeights
+from ds_trainer.parallel.model_split import LocalWeights, ModelSplit
 from ds_trainer.trainer.trainer import Trainer
 from tests.helpers.checkpoints import make_checkpoint, make_model
 from tests.helpers.runs import D8, ENGINES, collate, run_config

@@ -9,7 +9,7 @@ import pytest
 
 from ds_trainer.models.blocks import map_hidden_states
 from ds_trainer.parallel.make_families import stages
-from ds_trainer.parallel.pipeline.cut import cut_model
+from ds_trainer.parallel.pipeline.split import split_into_stages
 from ds_trainer.planning.checkpoint_spec import families
 from tests.matrix import pp_compare
 from tests.matrix.compare import worst
@@ -50,12 +50,12 @@ def test_the_shipped_plan_is_what_small_models_show(model_type):
 
 
 def compare_with(fault, model_type):
-    with mock.patch.object(pp_compare, "cut_model", fault):
+    with mock.patch.object(pp_compare, "split_into_stages", fault):
         return compare_all([model_type])[model_type]
 
 
 def scales_what_it_receives(model, ranges, own_stages, owner_of):
-    staged = cut_model(model, ranges, own_stages, owner_of)
+    staged = split_into_stages(model, ranges, own_stages, owner_of)
     if own_stages[0] > 0:
         layer = model.get_submodule(f"model.layers.{ranges[own_stages[0]][0]}")
         layer.register_forward_pre_hook(
@@ -66,14 +66,14 @@ def scales_what_it_receives(model, ranges, own_stages, owner_of):
 
 
 def loses_the_gradient_of_its_copy(model, ranges, own_stages, owner_of):
-    staged = cut_model(model, ranges, own_stages, owner_of)
+    staged = split_into_stages(model, ranges, own_stages, owner_of)
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(own_stages[0] not in staged.copies.get(name, ()))
+        parameter.requires_grad_(own_stages[0] not in staged.replicas.get(name, ()))
     return staged
 
 
 def keeps_a_copy_of_its_own(model, ranges, own_stages, owner_of):
-    return replace(cut_model(model, ranges, own_stages, owner_of), copies={})
+    return replace(split_into_stages(model, ranges, own_stages, owner_of), replicas={})
 
 
 @pytest.mark.parametrize(

@@ -29,8 +29,8 @@ from transformers import (
 from ds_trainer.errors import ModelError
 from ds_trainer.loss import CrossEntropy, shifted_labels
 from ds_trainer.models.chunked_cross_entropy import chunk_cross_entropy
-from ds_trainer.parallel.pipeline.cut import cut_model
-from ds_trainer.parallel.pipeline.stage_layers import StageLayers
+from ds_trainer.parallel.pipeline.split import split_into_stages
+from ds_trainer.parallel.pipeline.stage_forward import StageLayers
 from tests.helpers.table import table
 from tests.helpers.tiny import tiny_llama
 
@@ -99,7 +99,7 @@ def cut(whole, ranges, ranks):
     staged = []
     for rank, model in enumerate(models):
         own = [stage for stage, owner in enumerate(ranks) if owner == rank]
-        staged.append(cut_model(model, ranges, own, ranks.__getitem__))
+        staged.append(split_into_stages(model, ranges, own, ranks.__getitem__))
     return models, staged
 
 
@@ -187,15 +187,15 @@ def test_each_parameter_is_owned_once_and_a_tied_one_copied():
     models, staged = cut(whole, *LAYOUTS["three ranks"])
     names = [name for name, _ in whole.named_parameters()]
     assert list(staged[0].owners) == list(staged[0].shapes) == names
-    assert all(each.owners == staged[0].owners and each.copies == staged[0].copies for each in staged)
-    assert staged[0].copies == {"model.embed_tokens.weight": (2,)}
+    assert all(each.owners == staged[0].owners and each.replicas == staged[0].replicas for each in staged)
+    assert staged[0].replicas == {"model.embed_tokens.weight": (2,)}
     for rank, (model, each) in enumerate(zip(models, staged, strict=True)):
         held = [name for name, _ in model.named_parameters()]
-        assert held == [n for n in names if rank in (each.owners[n], *each.copies.get(n, ()))]
+        assert held == [n for n in names if rank in (each.owners[n], *each.replicas.get(n, ()))]
         assert set(model.state_dict()) <= set(whole.state_dict())
         assert set(each.parameters_of(rank)) == set(model.parameters())
     assert models[2].lm_head.weight is models[2].model.embed_tokens.weight
-    assert cut(whole, *LAYOUTS["a V"])[1][0].copies == {}  # the first and the last stage are on one rank
+    assert cut(whole, *LAYOUTS["a V"])[1][0].replicas == {}  # the first and the last stage are on one rank
 
 
 def test_a_list_of_layers_is_as_long_as_the_whole_one():
@@ -214,7 +214,7 @@ def test_a_list_of_layers_is_as_long_as_the_whole_one():
 def test_values_of_other_stages_are_freed():
     model = make("tied llama")
     gone = weakref.ref(model.model.layers[3].mlp.up_proj.weight)
-    cut_model(model, [(0, 1), (1, 4)], [0], int)
+    split_into_stages(model, [(0, 1), (1, 4)], [0], int)
     gc.collect()
     assert gone() is None
 
@@ -241,26 +241,26 @@ def test_a_part_of_a_model_does_not_run_alone():
 
 def test_a_wrong_number_of_layers_is_refused():
     with pytest.raises(ModelError, match=r"has 4 layers, and the stages have 5[\s\S]*parallel\.pp_split"):
-        cut_model(make("tied llama"), [(0, 2), (2, 5)], [0], int)
+        split_into_stages(make("tied llama"), [(0, 2), (2, 5)], [0], int)
 
 
 def test_layers_that_are_skipped_at_random_are_refused():
     model = make("opt")
     model.model.decoder.layerdrop = 0.1
     with pytest.raises(ModelError, match=r"layerdrop of 0\.1"):
-        cut_model(model, [(0, 2), (2, 4)], [0], int)
+        split_into_stages(model, [(0, 2), (2, 4)], [0], int)
 
 
 def test_what_is_no_causal_language_model_is_refused():
     with pytest.raises(ModelError, match="the model is a Linear"):
-        cut_model(nn.Linear(2, 2), [(0, 1), (1, 2)], [0], int)
+        split_into_stages(nn.Linear(2, 2), [(0, 1), (1, 2)], [0], int)
 
 
 def test_layers_that_share_a_parameter_are_refused():
     model = make("tied llama")
     model.model.layers[3].mlp.up_proj.weight = model.model.layers[1].mlp.up_proj.weight
     with pytest.raises(ModelError, match="is shared by stages 0, 1 of 2") as error:
-        cut_model(model, [(0, 2), (2, 4)], [0], int)
+        split_into_stages(model, [(0, 2), (2, 4)], [0], int)
     assert "parallel.pp" in error.value.change
 
 
@@ -274,4 +274,4 @@ def test_a_module_that_small_models_of_the_class_do_not_have_is_refused():
     model = make("tied llama")
     model.extra = _Extra()
     with pytest.raises(ModelError, match="has parameters in extra"):
-        cut_model(model, [(0, 2), (2, 4)], [0], int)
+        split_into_stages(model, [(0, 2), (2, 4)], [0], int)

@@ -1,4 +1,4 @@
-"""What hidden states between two stages look like, which the stage that reads them has to know before it gets any."""
+"""Dtype and shape of the hidden states between two stages, which the reading stage has to know before it gets any."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _MOST_TRAILING = 7
 
 
 @dataclass(frozen=True)
-class Format:
+class HiddenSpec:
     """What hidden states between two stages have in common, whatever micro-batch they are of.
 
     Args:
-        dtype: Number format.
+        dtype: Their dtype.
         trailing: Sizes after samples and positions.
     """
 
@@ -26,8 +26,8 @@ class Format:
     trailing: tuple[int, ...]
 
 
-class Formats:
-    """The format of the hidden states that each stage reads. A rank is told it once, by the rank that sends them.
+class HiddenSpecs:
+    """The spec of the hidden states that each stage reads. The sending rank reports it to the reading rank once.
 
     Args:
         host_group: The pipeline, over gloo.
@@ -35,11 +35,11 @@ class Formats:
 
     def __init__(self, host_group: dist.ProcessGroup) -> None:
         self._host_group = host_group
-        self._known: dict[int, Format] = {}
-        self._told: list[tuple[dist.Work | None, torch.Tensor]] = []  # Kept: nobody waits for these messages to leave.
+        self._known: dict[int, HiddenSpec] = {}
+        self._sent: list[tuple[dist.Work | None, torch.Tensor]] = []  # Kept: nobody waits for these messages to leave.
 
     def check(self, hidden: torch.Tensor, stage: int, shape: tuple[int, int], peer: int | None) -> None:
-        """Holds hidden states against what the stage that is to read them expects; the first ones set it.
+        """Compares hidden states with what the stage that is to read them expects; the first ones set it.
 
         Args:
             hidden: The hidden states.
@@ -52,11 +52,11 @@ class Formats:
         Raises:
             ModelError: They look otherwise.
         """
-        own = Format(hidden.dtype, tuple(hidden.shape[2:]))
+        own = HiddenSpec(hidden.dtype, tuple(hidden.shape[2:]))
         if stage not in self._known:
             self._known[stage] = own
             if peer is not None:
-                self._tell(own, peer)
+                self._send(own, peer)
         expected = self._known[stage]
         if own != expected or tuple(hidden.shape[:2]) != shape:
             raise ModelError(
@@ -67,16 +67,16 @@ class Formats:
                 "set parallel.pp to 1 for this model",
             )
 
-    def _tell(self, own: Format, peer: int) -> None:
+    def _send(self, own: HiddenSpec, peer: int) -> None:
         padding = [0] * (_MOST_TRAILING - len(own.trailing))
-        told = torch.tensor([_DTYPES.index(own.dtype), *own.trailing, *padding])
-        self._told.append((dist.isend(told, group=self._host_group, group_dst=peer), told))
+        message = torch.tensor([_DTYPES.index(own.dtype), *own.trailing, *padding])
+        self._sent.append((dist.isend(message, group=self._host_group, group_dst=peer), message))
 
-    def of(self, stage: int, peer: int) -> Format:
-        """The format of what a stage of this rank reads; the first time it waits for `peer`, which sends it."""
+    def of(self, stage: int, peer: int) -> HiddenSpec:
+        """The spec of what a stage of this rank reads; the first time it waits for `peer`, which sends it."""
         if stage not in self._known:
-            told = torch.empty(1 + _MOST_TRAILING, dtype=torch.int64)
-            dist.recv(told, group=self._host_group, group_src=peer)
-            dtype, *trailing = told.tolist()
-            self._known[stage] = Format(_DTYPES[dtype], tuple(size for size in trailing if size))
+            message = torch.empty(1 + _MOST_TRAILING, dtype=torch.int64)
+            dist.recv(message, group=self._host_group, group_src=peer)
+            dtype, *trailing = message.tolist()
+            self._known[stage] = HiddenSpec(_DTYPES[dtype], tuple(size for size in trailing if size))
         return self._known[stage]
