@@ -1,9 +1,9 @@
-"""The backward pass in two: gradients of a stage's input now, those of its weights when there is time for them.
+"""The backward pass in two: gradients of a stage's input now, those of its weights later.
 
-A backward pass of the first kind is an ordinary one in which linear layers put off their weights' gradients: all that
-these need is the layer's input and its output's gradient, which are kept, and nothing else of the graph. Where it asks
-for something that cannot be put off, as a norm's gradient, that is computed at once. So gradients are right whatever a
-stage consists of: weights used twice, recomputed activations, functions of their own; only when they come differs.
+The first part is an ordinary backward pass in which linear layers defer their weights' gradients. These need the
+layer's input and its output's gradient, which are kept, and nothing else of the graph. A gradient that cannot be
+deferred, as a norm's, is computed at once. So gradients are right whatever a stage consists of, such as weights used
+twice, recomputed activations or custom autograd functions; only the time at which they are computed differs.
 
 Source: Qi et al. 2023, https://arxiv.org/abs/2401.10241, section 2 (B and W).
 """
@@ -20,17 +20,17 @@ Compute = Callable[[], torch.Tensor]
 
 
 class DeferredGradients:
-    """Gradients of weights that one backward pass has put off."""
+    """Gradients of weights that one backward pass has deferred."""
 
     def __init__(self) -> None:
         self._deferred: deque[tuple[torch.Tensor, Compute]] = deque()
 
     def defer(self, weight: torch.Tensor, compute: Compute) -> None:
-        """Notes how a leaf's gradient is computed."""
+        """Records how a leaf's gradient is computed."""
         self._deferred.append((weight, compute))
 
     def accumulate(self) -> None:
-        """Computes them and adds them to `grad`, each as a backward pass does it: hooks of the weights run."""
+        """Computes them and adds them to `grad` as a backward pass does: hooks of the weights run."""
         while self._deferred:
             weight, compute = self._deferred.popleft()
             torch.autograd.backward(weight, compute().to(weight.dtype))
@@ -42,7 +42,7 @@ _current: DeferredGradients | None = None
 
 @contextmanager
 def defer_weight_gradients() -> Iterator[DeferredGradients]:
-    """A backward pass in this block leaves the gradients of weights to the object it gives."""
+    """A backward pass in this block leaves the gradients of weights to the object that it yields."""
     global _current
     _current = DeferredGradients()
     try:
@@ -52,15 +52,15 @@ def defer_weight_gradients() -> Iterator[DeferredGradients]:
 
 
 def is_deferring() -> bool:
-    """Whether the backward pass that runs is one of `defer_weight_gradients`."""
+    """Whether the running backward pass is within `defer_weight_gradients`."""
     return _current is not None
 
 
 def gradient_or_defer(weight: torch.Tensor, compute: Compute) -> torch.Tensor | None:
-    """What a function's backward returns for a weight: its gradient, or None where that comes later.
+    """What a function's backward returns for a weight: its gradient, or None where that is deferred.
 
     Args:
-        weight: The leaf, whatever the function was given in its place, such as a copy in autocast's format.
+        weight: The leaf, also where the function was given a copy of it in autocast's dtype.
         compute: Computes the gradient; holds what it needs for that.
     """
     if _current is None:

@@ -29,7 +29,7 @@ def make_families() -> dict[str, dict[str, Any]]:
 
 
 def family(model_type: str) -> dict[str, Any]:
-    """The fields that classes and configs tell."""
+    """The fields that follow from classes and configs."""
     class_name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]
     config_class = CONFIG_MAPPING[model_type]
     names = {model_type, *((class_name,) if isinstance(class_name, str) else class_name)}
@@ -45,7 +45,7 @@ def family(model_type: str) -> dict[str, Any]:
 
 
 def stages(model_type: str) -> dict[str, Any]:
-    """The fields of pipeline parallelism: what is seen of scaled-down models that run.
+    """The fields of pipeline parallelism, traced on scaled-down models.
 
     transformers has plans of half of the types, and these leave some modules out.
     """
@@ -68,9 +68,9 @@ def _tp_plan(model_type: str) -> dict[str, str]:
         try:
             with torch.device("meta"):
                 plan |= cls(config).tp_plan
-        except ImportError:  # Some towers of vision are of libraries that need not be installed.
+        except ImportError:  # Some vision towers need libraries that may not be installed.
             return {}
-    # A model that cannot tell its body from itself has the body's names twice, once without their prefix.
+    # A model without a separate body has its names twice, once without their prefix.
     return {name: style for name, style in plan.items() if not any(other.endswith(f".{name}") for other in plan)}
 
 

@@ -1,4 +1,4 @@
-"""Gives a single module a behaviour of its own: a class derived from the one it has."""
+"""Changes the forward of a single module: its class becomes one derived from the class it has."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def mix_in(module: nn.Module, behaviour: type) -> None:
     """Puts a mixin in front of a module's class; the module stays the same object, of its old class too.
 
     A class and not an instance's `forward`: transformers' blocks recompute what their class's `forward` does, and a
-    deep copy of the module runs its own. Where it is done twice, what came later is outside.
+    deep copy of the module must run on itself. Of several mixins the last one is the outermost.
 
     Args:
         module: Changed in place.
@@ -23,8 +23,8 @@ def mix_in(module: nn.Module, behaviour: type) -> None:
 
 
 def original_class(module: nn.Module) -> type:
-    """The class that a module had before any behaviour was put in front of it."""
-    return getattr(type(module), "stock", type(module))
+    """The class that a module had before any mixin."""
+    return getattr(type(module), "original_class", type(module))
 
 
 @cache
@@ -35,5 +35,5 @@ def _mixed_class(behaviour: Any, base: Any) -> type:
         return behaviour.forward(self, *args, **kwargs)
 
     names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "forward": forward}
-    names["stock"] = getattr(base, "stock", base)
+    names["original_class"] = getattr(base, "original_class", base)
     return type(base.__name__, (behaviour, base), names)

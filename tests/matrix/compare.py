@@ -114,7 +114,7 @@ def _compare(cls: Any, config: Any, plan: TensorPlan, parallel: ParallelConfig, 
     problems = _not_cut(plan, part, whole, split, mesh.grid.tp_size)
     problems += [f"{name} is off by {error:.1e}" for name, error in errors.items() if not error <= TOLERANCE]
     if not any(gradients[name].any() for name in split.shardings):
-        problems.append("all gradients of what is cut are zero")
+        problems.append("all gradients of sharded parameters are zero")
     elements, local = (sum(p.numel() for p in model.parameters()) for model in (whole, part))
     return Outcome("failed" if problems else "passed", "; ".join(problems), max(errors.values()), local / elements)
 
@@ -171,7 +171,7 @@ def _fill(model: nn.Module, weights: LocalWeights) -> None:
 
 
 def _not_cut(plan: TensorPlan, part: nn.Module, whole: nn.Module, split: ModelSplit, size: int) -> list[str]:
-    """Parameters that the plan cuts and of which this rank, by their live shapes, does not hold 1/size."""
+    """Parameters that the plan shards and of which this rank, by their live shapes, does not hold 1/size."""
     local = {name: tuple(parameter.shape) for name, parameter in part.named_parameters()}
     problems = []
     for name, parameter in whole.named_parameters():

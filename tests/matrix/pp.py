@@ -21,7 +21,7 @@ layers of each kind, head and embedding tied or not, was cut into two stages and
 and every gradient of a step of two micro-batches of different lengths are those of the whole model, and the stages
 together hold each of its parameters once, but for copies of tied ones.
 
-"Layers" is the list that is cut. Multipliers and caps that do nothing by default were given other values. A type is
+"Layers" is the list that is split. Multipliers and caps that do nothing by default were given other values. A type is
 refused where its small model shows that more than hidden states goes from layer to layer, or that there is not one list
 of layers that run one after the other; `ds-trainer config check` says so.
 

@@ -19,7 +19,7 @@ HEAD = """\
 Written by `make matrix-tp` with transformers {transformers} and torch {torch}. Of each model type with a
 [plan](tensor_parallel.md) a small model with one layer of each kind was split over two ranks. It passed where the loss
 and every gradient are those of one process, all entries of the plan match something, and each rank holds half of what
-the plan cuts.
+the plan shards.
 
 The plan is that of transformers, one of ds_trainer, or both: entries of ours over theirs. "Held" is the part of the
 small model's parameters that a rank holds; what no entry names stays whole.

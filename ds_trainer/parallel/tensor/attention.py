@@ -1,4 +1,4 @@
-"""Attention modules of which each tensor rank computes some heads."""
+"""Attention modules of which each tensor-parallel rank computes some of the heads."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Heads:
 
     @property
     def units(self) -> list[Unit]:
-        """What is dealt out to the tensor ranks."""
+        """What is assigned to the tensor-parallel ranks."""
         kv = [] if self.kv == self.number else [Unit("KV heads", self.kv, repeats=True)]
         return [Unit("attention heads", self.number), *kv]
 
@@ -78,13 +78,13 @@ def heads_of(module: nn.Module, config: Any) -> Heads | None:
 
 
 def heads_sharding(heads: Heads, shape: tuple[int, ...], dim: int, size: int) -> TensorSharding:
-    """How a projection to queries, or to keys or values, is cut between heads.
+    """The sharding of a projection to queries, or to keys or values, between heads.
 
     Args:
-        heads: Of the whole module.
+        heads: Of the full module.
         shape: Of the projection's weight.
         dim: Its dimension of outputs.
-        size: Number of tensor ranks.
+        size: Number of tensor-parallel ranks.
     """
     if heads.are_kv(shape[dim]) and heads.kv < size:
         return TensorSharding.repeated(shape, dim, size, heads.kv)
@@ -92,13 +92,13 @@ def heads_sharding(heads: Heads, shape: tuple[int, ...], dim: int, size: int) ->
 
 
 def qkv_sharding(heads: Heads, shape: tuple[int, ...], dim: int, size: int) -> TensorSharding:
-    """How a projection to queries, keys and values side by side is cut: each of the three between heads.
+    """The sharding of a packed projection to queries, keys and values: each of the three between heads.
 
     Args:
-        heads: Of the whole module.
+        heads: Of the full module.
         shape: Of the projection's weight.
         dim: Its dimension of outputs.
-        size: Number of tensor ranks.
+        size: Number of tensor-parallel ranks.
     """
     head_dim = shape[dim] // (heads.number + 2 * heads.kv)
     queries, keys = heads.number * head_dim, heads.kv * head_dim
@@ -114,16 +114,16 @@ def qkv_sharding(heads: Heads, shape: tuple[int, ...], dim: int, size: int) -> T
 
 
 def localize(module: nn.Module, heads: Heads, group: dist.ProcessGroup) -> None:
-    """Makes an attention module one of this rank's heads.
+    """Reduces an attention module to this rank's heads.
 
     Its code counts heads by integer attributes: the numbers of heads, of which the names are well known
-    (`num_key_value_groups` is their ratio), and the widths made of them, told by name and value. Sizes of one head
-    stay. A bias that comes from outside for all heads (ALiBi) is cut to this rank's at each call.
+    (`num_key_value_groups` is their ratio), and the widths made of them, recognised by name and value. Sizes of
+    one head stay. Of a bias that comes from outside for all heads (ALiBi), each call takes this rank's heads.
 
     Args:
         module: Changed in place.
-        heads: Those of the whole module.
-        group: The tensor group.
+        heads: Of the full module.
+        group: The tensor-parallel group.
     """
     local = heads.local(group.size())
     counts = dict.fromkeys(_HEADS, (heads.number, local.number)) | dict.fromkeys(_KV_HEADS, (heads.kv, local.kv))
@@ -142,7 +142,7 @@ def localize(module: nn.Module, heads: Heads, group: dist.ProcessGroup) -> None:
 
 
 class _LocalHeads:
-    """An attention module that takes biases of all heads."""
+    """An attention module that is given biases of all heads."""
 
     all_heads: int
     heads_group: dist.ProcessGroup
@@ -150,10 +150,10 @@ class _LocalHeads:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         for name in _BIASES:
             if isinstance(kwargs.get(name), torch.Tensor):
-                kwargs[name] = self._own_heads(kwargs[name])
+                kwargs[name] = self._local_heads(kwargs[name])
         return super().forward(*args, **kwargs)  # type: ignore[misc]
 
-    def _own_heads(self, bias: torch.Tensor) -> torch.Tensor:
+    def _local_heads(self, bias: torch.Tensor) -> torch.Tensor:
         """This rank's heads of a bias, whose first dimension is heads, or samples times heads."""
         by_head = bias.unflatten(0, (-1, self.all_heads))
         return by_head.chunk(self.heads_group.size(), 1)[self.heads_group.rank()].flatten(0, 1)

@@ -1,13 +1,13 @@
-"""Communication of tensor parallelism: collectives that run on while one computes, and autograd functions over them.
+"""Communication of tensor parallelism: asynchronous collectives, and autograd functions over them.
 
 Each autograd function is one of a pair whose forward is the other's backward (Shoeybi et al. 2019, figure 3: f and g;
-Korthikanti et al. 2022, figure 5: g and g-bar). Outside of the split layers activations, and gradients, are the same on
-all tensor ranks; between them a rank has its part. A group of one rank communicates nothing.
+Korthikanti et al. 2022, figure 5: g and g-bar). Outside of the sharded layers activations and gradients are the same on
+all tensor-parallel ranks; between them each rank has a shard. A group of one rank communicates nothing.
 
 Source: https://arxiv.org/abs/1909.08053, https://arxiv.org/abs/2205.05198
 
 Legend: tp ranks of the group, B samples, T positions, t positions on a rank (T / tp, rounded up), H hidden size,
-D a size that is split, d = D / tp.
+D a size that is sharded, d = D / tp.
 """
 
 from __future__ import annotations
@@ -55,32 +55,32 @@ def start_all_reduce(
 
 
 def start_all_gather(x: torch.Tensor, dim: int, length: int, group: dist.ProcessGroup) -> Started:
-    """Starts to join the ranks' parts along a dimension, cut to `length`.
+    """Starts to join the ranks' shards along a dimension, truncated to `length`.
 
     Shapes: (B, t, H) on each rank -> (B, T, H) for dimension 1 and length T.
 
-    Comm: one all-gather over `group`, the bytes of the whole.
+    Comm: one all-gather over `group`, the bytes of the full tensor.
     """
     if group.size() == 1:
         return Started(None, x, lambda out: out.narrow(dim, 0, length))
-    parts = x.new_empty((group.size(), *x.shape))
-    # Flat: gloo wants a whole with as many dimensions as a part.
-    work = _all_gather(parts.view(-1), x.contiguous().view(-1), group=group, async_op=True)
-    return Started(work, parts, lambda out: out.movedim(0, dim).flatten(dim, dim + 1).narrow(dim, 0, length))
+    shards = x.new_empty((group.size(), *x.shape))
+    # Flat: gloo wants a full tensor with as many dimensions as a shard.
+    work = _all_gather(shards.view(-1), x.contiguous().view(-1), group=group, async_op=True)
+    return Started(work, shards, lambda out: out.movedim(0, dim).flatten(dim, dim + 1).narrow(dim, 0, length))
 
 
 def start_reduce_scatter(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> Started:
-    """Starts to sum over the ranks and keep this rank's part of a dimension, which is padded to divide.
+    """Starts to sum over the ranks and keep this rank's shard of a dimension, which is padded to divide.
 
     Shapes: (B, T, H) -> (B, t, H) for dimension 1.
 
-    Comm: one reduce-scatter over `group`, the bytes of the whole.
+    Comm: one reduce-scatter over `group`, the bytes of the full tensor.
     """
     if group.size() == 1:
         return Started(None, x, lambda out: out)
-    parts = _padded(x, dim, group).unflatten(dim, (group.size(), -1)).movedim(dim, 0).contiguous()
-    own = torch.empty_like(parts[0])
-    work = _reduce_scatter(own.view(-1), parts.view(-1), group=group, async_op=True)
+    shards = _padded(x, dim, group).unflatten(dim, (group.size(), -1)).movedim(dim, 0).contiguous()
+    own = torch.empty_like(shards[0])
+    work = _reduce_scatter(own.view(-1), shards.view(-1), group=group, async_op=True)
     return Started(work, own, lambda out: out)
 
 
@@ -95,7 +95,7 @@ def all_reduced(
 
 
 def copy_to_group(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """The tensor as it is, for use on each rank's part of a layer, where each rank finds a part of its gradient.
+    """The tensor as it is, for use on each rank's shard of a layer: each rank computes a term of its gradient.
 
     Comm: backward one all-reduce over `group`, the tensor's bytes.
     """
@@ -103,7 +103,7 @@ def copy_to_group(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def sum_gradient(parameter: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """A parameter that all ranks hold and use on different parts of the activations.
+    """A parameter that all ranks hold and use on different shards of the activations.
 
     Comm: backward one all-reduce over `group`, the parameter's bytes.
     """
@@ -119,21 +119,21 @@ def reduce_from_group(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor
 
 
 def gather_last_dim(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """The ranks' parts joined along the last dimension.
+    """The ranks' shards joined along the last dimension.
 
     Shapes: (..., d) -> (..., D).
 
-    Comm: forward one all-gather over `group`, the bytes of the whole.
+    Comm: forward one all-gather over `group`, the bytes of the full tensor.
     """
     return x if group.size() == 1 else _Gather.apply(x, x.dim() - 1, x.shape[-1] * group.size(), group)
 
 
 def scatter_last_dim(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """This rank's part of a tensor that all hold, of the last dimension, which divides.
+    """This rank's shard of a tensor that all hold, along the last dimension, which divides.
 
     Shapes: (..., D) -> (..., d).
 
-    Comm: backward one all-gather over `group`, the bytes of the whole.
+    Comm: backward one all-gather over `group`, the bytes of the full tensor.
     """
     return x if group.size() == 1 else _Scatter.apply(x, x.dim() - 1, group)
 
@@ -143,17 +143,17 @@ def scatter_sequence(x_BTH: torch.Tensor, group: dist.ProcessGroup) -> torch.Ten
 
     Shapes: (B, T, H) -> (B, t, H).
 
-    Comm: backward one all-gather over `group`, the bytes of the whole.
+    Comm: backward one all-gather over `group`, the bytes of the full tensor.
     """
     return x_BTH if group.size() == 1 else _Scatter.apply(x_BTH, 1, group)
 
 
 def gather_sequence(x_BtH: torch.Tensor, length: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """All positions, for use that is the same on all ranks, so that each finds the whole of its gradient.
+    """All positions, for use that is the same on all ranks, so that each computes the full gradient.
 
     Shapes: (B, t, H) -> (B, T, H).
 
-    Comm: forward one all-gather over `group`, the bytes of the whole.
+    Comm: forward one all-gather over `group`, the bytes of the full tensor.
 
     Args:
         x_BtH: This rank's positions.
@@ -168,7 +168,7 @@ def reduce_scatter_sequence(x_BTH: torch.Tensor, group: dist.ProcessGroup) -> to
 
     Shapes: (B, T, H) -> (B, t, H).
 
-    Comm: forward one reduce-scatter over `group`, backward one all-gather; the bytes of the whole.
+    Comm: forward one reduce-scatter over `group`, backward one all-gather; the bytes of the full tensor.
     """
     return x_BTH if group.size() == 1 else _ReduceScatter.apply(x_BTH, 1, group)
 
@@ -202,14 +202,14 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return _own_part(grad, ctx.dim, ctx.group), None, None, None
+        return _own_shard(grad, ctx.dim, ctx.group), None, None, None
 
 
 class _Scatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, dim, group):
         ctx.dim, ctx.length, ctx.group = dim, x.shape[dim], group
-        return _own_part(x, dim, group)
+        return _own_shard(x, dim, group)
 
     @staticmethod
     def backward(ctx, grad):
@@ -233,6 +233,6 @@ def _padded(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor
     return F.pad(x, (0, 0) * (x.dim() - 1 - dim) + (0, missing)) if missing else x
 
 
-def _own_part(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
-    # A copy: a view would keep the whole alive.
+def _own_shard(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
+    # A copy: a view would keep the full tensor alive.
     return _padded(x, dim, group).chunk(group.size(), dim)[group.rank()].clone()

@@ -42,14 +42,14 @@ class ColumnLayer(Protocol):
 class ColumnGroup:
     """Column layers that are called one after the other with one tensor, such as q, k and v, or gate and up.
 
-    The first one called computes the outputs of all and keeps the others' until they are asked for. A layer that is
-    then called with another tensor, or not at all, is a group of its own from the next forward pass on: right from the
-    first call, at the cost of one output that nobody uses. Not at once: activations that are recomputed in the backward
-    pass must be computed as they were.
+    The first one called computes the outputs of all and keeps those of the others until these are called. A layer that
+    is then called with another tensor, or not at all, is a group of its own from the next forward pass on: right from
+    the first call, at the cost of one output that nobody uses. Not at once: activations that are recomputed in the
+    backward pass must be computed as they were.
 
     Args:
         members: The layers, of equal `in_features`; each gets this group as its `column_group`.
-        group: Tensor ranks.
+        group: The tensor-parallel group.
 
     Attributes:
         keep_gathered_input: Whether an input gathered from the ranks' positions is kept for the backward pass.
@@ -70,7 +70,7 @@ class ColumnGroup:
         """A member's output for a tensor, see `column_outputs`."""
         if member not in self._outputs:
             if not in_backward():
-                self._let_go()
+                self._release_unused()
             if member.column_group is not self:
                 return member.column_group.output(member, x)
             outputs = column_outputs(x, self.members, self._group, self.keep_gathered_input)
@@ -84,8 +84,8 @@ class ColumnGroup:
             self._input = None
         return output
 
-    def _let_go(self) -> None:
-        """Gives the layers that have not been called with the others a group each."""
+    def _release_unused(self) -> None:
+        """Puts each layer that was not called with the others into a group of its own."""
         if not self._kept_in_backward:  # There, recomputation stops as soon as it has what it needs.
             self._leaving |= self._outputs.keys()
         for member in self._leaving:
@@ -100,7 +100,8 @@ def column_outputs(
     """Each layer's output.
 
     A tensor that was gathered from the ranks' positions (B, t, H) has them as its attribute `sequence_shard`. Its
-    gradient goes there past the gather, which would have had to be given the sum on all ranks, to keep a part of it.
+    gradient goes there directly, by a reduce-scatter: through the gather it would have to be summed on every rank
+    first.
 
     Shapes: (B, T, H) -> (B, T, D) for each layer.
 
@@ -113,18 +114,18 @@ def column_outputs(
     Args:
         x_BTH: What all layers read.
         layers: The layers.
-        group: Tensor ranks.
+        group: The tensor-parallel group.
         keep_gathered_input: Whether a gathered input is kept for the backward pass.
     """
     shard_BtH = getattr(x_BTH, "sequence_shard", None)
-    whole = None if shard_BtH is None else x_BTH.detach()
+    gathered = None if shard_BtH is None else x_BTH.detach()
     parameters = [parameter for layer in layers for parameter in (layer.weight, layer.bias)]
-    tensors = _as_autocast(x_BTH if shard_BtH is None else shard_BtH, whole, *parameters)
+    tensors = _as_autocast(x_BTH if shard_BtH is None else shard_BtH, gathered, *parameters)
     return _Columns.apply(layers, group, keep_gathered_input, *tensors)
 
 
 def _as_autocast(x: torch.Tensor, *others: torch.Tensor | None) -> list[torch.Tensor | None]:
-    """The tensors in autocast's format, where it is on: it does not reach into a function like this one."""
+    """The tensors in autocast's dtype, where it is on: autocast does not reach into an autograd function."""
     if not torch.is_autocast_enabled(x.device.type):
         return [x, *others]
     dtype = torch.get_autocast_dtype(x.device.type)
@@ -148,7 +149,7 @@ class _Columns(torch.autograd.Function):
     def backward(ctx, *grads):
         read, *weights = ctx.saved_tensors
         _, _, _, needs_input, _, *needs_parameter = ctx.needs_input_grad
-        read = _Read(read, ctx.length if ctx.gathers_again else None, ctx.group)
+        read = _SavedInput(read, ctx.length if ctx.gathers_again else None, ctx.group)
         # What is started first is on its way while the input's gradient is computed, that while the weights' are.
         reducing = None
         if any(needs_parameter[::2]) and not is_deferring():
@@ -167,7 +168,7 @@ def _rows_per_output(layers: Sequence[ColumnLayer], weights: Sequence[torch.Tens
 
 
 def _partial(grads: Sequence[torch.Tensor | None], weights_DH: Sequence[torch.Tensor]) -> torch.Tensor:
-    """This rank's part of the input's gradient."""
+    """This rank's term of the input's gradient."""
     used = [(grad, weight) for grad, weight in zip(grads, weights_DH, strict=True) if grad is not None]
     (grad, weight), *others = used
     total = grad.flatten(0, -2) @ weight
@@ -177,19 +178,19 @@ def _partial(grads: Sequence[torch.Tensor | None], weights_DH: Sequence[torch.Te
 
 
 def _start_sum(partial_BTH: torch.Tensor, length: int | None, group: dist.ProcessGroup) -> Started:
-    """Starts to sum the ranks' parts; `length` is None where the input was not gathered from their positions."""
+    """Starts to sum the ranks' terms; `length` is None where the input was not gathered from their positions."""
     if length is None:
         return start_all_reduce(partial_BTH, group)
     return start_reduce_scatter(partial_BTH, 1, group)
 
 
-class _Read:
-    """What the layers have read, for the gradients of their weights.
+class _SavedInput:
+    """The input that the layers have read, for the gradients of their weights.
 
     Args:
-        kept: The whole of it, or this rank's positions.
-        length: All positions, which are gathered again; None: it is whole.
-        group: Tensor ranks.
+        kept: All positions, or this rank's.
+        length: Number of all positions, which are to be gathered again; None: `kept` has all.
+        group: The tensor-parallel group.
     """
 
     def __init__(self, kept: torch.Tensor, length: int | None, group: dist.ProcessGroup) -> None:
@@ -197,13 +198,13 @@ class _Read:
         self._gathering: Started | None = None
 
     def start(self) -> None:
-        """Starts to gather it, where it is to be gathered."""
+        """Starts the gather, where there is one to do."""
         if self._length is not None:
             self._gathering = start_all_gather(self._kept, 1, self._length, self._group)
             self._length = None
 
     def wait(self) -> torch.Tensor:
-        """The whole; gathered once, whichever layer needs it first."""
+        """All positions; gathered once, whichever layer needs them first."""
         self.start()
         if self._gathering is not None:
             self._kept, self._gathering = self._gathering.wait(), None
@@ -213,12 +214,12 @@ class _Read:
 def _of_layer(
     layer: ColumnLayer,
     grad_BTD: torch.Tensor | None,
-    read: _Read,
+    read: _SavedInput,
     needs_weight: bool,
     needs_bias: bool,
     group: dist.ProcessGroup,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Gradients of a layer's weight and bias; None of what needs none, and of what comes later."""
+    """Gradients of a layer's weight and bias; None where none is needed, or it is deferred."""
     if grad_BTD is None:
         return None, None
     grad_ND = grad_BTD.flatten(0, -2)
@@ -227,7 +228,7 @@ def _of_layer(
     return weight, bias
 
 
-def _of_weight(layer: ColumnLayer, grad_ND: torch.Tensor, read: _Read, group: dist.ProcessGroup) -> torch.Tensor:
+def _of_weight(layer: ColumnLayer, grad_ND: torch.Tensor, read: _SavedInput, group: dist.ProcessGroup) -> torch.Tensor:
     x_NH = read.wait().flatten(0, -2)
     of_weight = x_NH.t() @ grad_ND if layer.transposed else grad_ND.t() @ x_NH
     return of_weight if layer.weight_replicas is None else layer.weight_replicas.sum(of_weight, group)

@@ -1,4 +1,4 @@
-"""Cross entropy of logits of which each tensor rank has the columns of some tokens; nothing gathers them.
+"""Cross entropy of logits whose columns are sharded over the tensor-parallel ranks; nothing gathers them.
 
 Source: Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053, section 3: "we fuse the output of the parallel GEMM
 with the cross-entropy loss which reduces the dimension to b x s".
@@ -36,7 +36,7 @@ def vocab_parallel_cross_entropy_sum(
         labels_BT: Token at each position; -100: none.
         first: Token of this rank's first column.
         vocab_size: V; columns of tokens from there on are padding.
-        group: Tensor ranks.
+        group: The tensor-parallel group.
         label_smoothing: Weight of the uniform distribution in the target (Szegedy et al. 2016, section 7).
     """
     logits_Nv, labels_N = logits_BTv.flatten(0, -2), labels_BT.flatten()

@@ -1,7 +1,8 @@
-"""Random masks under tensor parallelism: the same on all tensor ranks for what all hold, of their own for their parts.
+"""Dropout masks under tensor parallelism: equal on all ranks for full tensors, different on each rank for its shard.
 
-The default generator is the same on all tensor ranks of one data rank. A rank's own numbers come from a seed that is
-drawn from it, so that nothing but its state needs to be kept for a resume or for recomputed activations.
+The default generator is the same on all tensor-parallel ranks of one data-parallel rank. A rank's own random numbers
+come from a seed that is drawn from it, so that its state alone needs to be kept for a resume or for recomputed
+activations.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def draw_seed() -> int:
 
 @contextmanager
 def seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Random numbers of a device from a seed, within the block; the state before it comes back after it."""
+    """Within the block a device's random numbers come from a seed; afterwards its old state is restored."""
     stream = Stream()
     stream.begin(seed, device)
     try:
@@ -46,7 +47,7 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
 
 
 class Stream:
-    """Random numbers from a seed between a beginning and an end, whichever comes how often."""
+    """Random numbers from a seed between `begin` and `end`; further calls of either change nothing."""
 
     def __init__(self) -> None:
         self._outside: tuple[torch.Generator, torch.Tensor] | None = None
@@ -71,11 +72,11 @@ class Stream:
 
 
 def draw_masks_per_rank(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """Gives each tensor rank masks of its own for what lies between its column and row layers.
+    """Lets each tensor-parallel rank draw its own dropout masks between its column and row layers.
 
     Args:
         model: Changed in place: every module that holds column layers.
-        group: The tensor group.
+        group: The tensor-parallel group.
     """
     for module in list(model.modules()):
         if not any(isinstance(child, ColumnParallelLinear) for child in module.children()):
@@ -91,24 +92,24 @@ def draw_masks_per_rank(model: nn.Module, group: dist.ProcessGroup) -> None:
 
 
 class _Masks:
-    """The random numbers of one module's parts."""
+    """The random numbers of one module's shard."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group, self.stream = group, Stream()
 
     def enter(self, layer: ColumnParallelLinear, args: tuple[torch.Tensor, ...]) -> None:
-        """From a column layer on each rank has its part."""
+        """From a column layer on, each rank has a shard."""
         if layer.training and not layer.gather_output and not self.stream.is_running:
             self.stream.begin(draw_seed() + self._group.rank(), args[0].device)
 
     def leave(self, layer: RowParallelLinear, args: tuple[torch.Tensor, ...]) -> None:
-        """From a row layer on all ranks have the whole, or still a part: of the sequence."""
+        """From a row layer on, all ranks have the full tensor, or a shard of the sequence."""
         if not layer.sequence_parallel:
             self.stream.end()
 
 
 class _OwnMasks:
-    """A module that holds column layers: what it has begun ends with its forward."""
+    """A module that holds column layers: its stream of random numbers ends with its forward."""
 
     masks: _Masks
 

@@ -1,4 +1,4 @@
-"""An embedding of which each tensor rank holds the rows of some tokens.
+"""An embedding whose rows are sharded over the tensor-parallel ranks.
 
 Source: Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053, section 3.
 
@@ -20,16 +20,16 @@ from ds_trainer.parallel.tensor.collectives import reduce_from_group
 
 
 class VocabParallelEmbedding:
-    """Goes before an embedding's own class, whose forward it calls with the tokens that this rank has.
+    """A mixin before an embedding's class, whose forward it calls with the tokens that this rank has.
 
-    What that class does beyond the look-up, such as scaling, it may do for each token by itself.
+    What that class does beyond the look-up, such as scaling, must treat each token by itself.
 
     Shapes: weight (v, H) on each rank; (B, T) -> (B, T, H) on all.
 
     Comm: forward one all-reduce over `group`, the output's bytes.
 
     Attributes:
-        group: Tensor ranks.
+        group: The tensor-parallel group.
         first: The first token whose row this rank has.
     """
 
@@ -53,8 +53,8 @@ def make_vocab_parallel(module: nn.Embedding, sharding: TensorSharding, group: d
 
     Args:
         module: The embedding, of the stock class or one derived from it.
-        sharding: How its weight is cut: by rows, each rank's one after the other.
-        group: Tensor ranks.
+        sharding: Of its weight: by rows, in the order of the ranks.
+        group: The tensor-parallel group.
     """
     mix_in(module, VocabParallelEmbedding)
     first = group.rank() * sharding.length

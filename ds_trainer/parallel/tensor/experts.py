@@ -1,6 +1,6 @@
-"""Mixtures of experts, and the other modules whose own code computes on this rank's part of their parameters.
+"""Mixtures of experts, and other modules whose own code computes with this rank's shard of their parameters.
 
-Every rank holds a part of the width of every expert and sees all tokens, so that routing is the same on all and no
+Every rank holds a shard of the width of every expert and sees all tokens. So routing is the same on all ranks, and no
 token is sent anywhere.
 
 Legend: S tokens, H hidden size, K experts per token, R part of a latent that carries rotary positions.
@@ -26,7 +26,7 @@ from ds_trainer.planning.tp_plan import generic
 
 
 class _PartialSums:
-    """A module that computes, with its part of the width, one of the terms whose sum is its output.
+    """A module that computes, with its shard of the width, one of the terms whose sum is its output.
 
     Shapes: hidden states (S, H) and routing weights (S, K), the same on all ranks -> (S, H), the same on all ranks.
 
@@ -46,7 +46,7 @@ class _PartialSums:
 
 
 class _SharedOutput:
-    """A module that gives each rank the whole, in a place where the ranks' outputs are summed: each gives its share."""
+    """A module whose full output each rank computes and whose outputs are summed: each rank gives its fraction."""
 
     sum_group: dist.ProcessGroup
 
@@ -74,7 +74,7 @@ class _SharedRotaryKeys:
 
 
 class _GatheredVectors:
-    """An embedding of which each rank has some columns.
+    """An embedding whose columns are sharded.
 
     Comm: forward one all-gather of the output over `columns_group`.
     """
@@ -86,7 +86,7 @@ class _GatheredVectors:
 
 
 def moe_tp_experts(splitter: Splitter, name: str, target: nn.Module | nn.Parameter) -> None:
-    """Sums the outputs of a module whose parameters, each by a style of its own, are cut along its width."""
+    """Sums the outputs of a module whose parameters are sharded along its width, each by its own style."""
     if not isinstance(target, nn.Module):
         raise _misfit(name, target, "moe_tp_experts")
     mix_in(target, _PartialSums)
@@ -94,7 +94,7 @@ def moe_tp_experts(splitter: Splitter, name: str, target: nn.Module | nn.Paramet
 
 
 def moe_output_bias(splitter: Splitter, name: str, target: nn.Module | nn.Parameter) -> None:
-    """Leaves a bias whole that a module of style moe_tp_experts adds to its output: each rank adds its share."""
+    """Leaves a bias unsharded that a module of style moe_tp_experts adds to its output: each rank adds a fraction."""
     module, _, own = name.rpartition(".")
     experts: Any = splitter.model.get_submodule(module)
     if not isinstance(target, nn.Parameter) or not isinstance(experts, _PartialSums):
@@ -103,7 +103,7 @@ def moe_output_bias(splitter: Splitter, name: str, target: nn.Module | nn.Parame
 
 
 def moe_identity_expert(splitter: Splitter, name: str, target: nn.Module | nn.Parameter) -> None:
-    """Lets an expert without parameters give its share of what the experts' module sums."""
+    """Divides the output of an expert without parameters by the ranks over which its module's output is summed."""
     if not isinstance(target, nn.Module):
         raise _misfit(name, target, "moe_identity_expert")
     mix_in(target, _SharedOutput)
@@ -111,7 +111,7 @@ def moe_identity_expert(splitter: Splitter, name: str, target: nn.Module | nn.Pa
 
 
 def mla_kv_a_proj(splitter: Splitter, name: str, target: nn.Module | nn.Parameter) -> None:
-    """Leaves the down-projection of multi-head latent attention whole, and sums what it makes for all heads alike."""
+    """Leaves the down-projection of multi-head latent attention unsharded; sums gradients that all heads share."""
     rotary_dim = getattr(splitter.config, "qk_rope_head_dim", None)
     if not isinstance(target, nn.Linear) or rotary_dim is None:
         raise _misfit(name, target, "mla_kv_a_proj")
@@ -120,7 +120,7 @@ def mla_kv_a_proj(splitter: Splitter, name: str, target: nn.Module | nn.Paramete
 
 
 def embedding_colwise(splitter: Splitter, name: str, target: nn.Module | nn.Parameter) -> None:
-    """Cuts each vector of an embedding, and gathers the output."""
+    """Shards each vector of an embedding, and gathers the output."""
     if not isinstance(target, nn.Embedding):
         raise _misfit(name, target, "embedding_colwise")
     shape = tuple(target.weight.shape)

@@ -1,6 +1,6 @@
-"""Parameters that every tensor rank holds whole and uses on its own part of the activations.
+"""Unsharded parameters that every tensor-parallel rank uses on its own shard of the activations.
 
-Each rank's gradient of such a parameter is then a part of a sum, as of a norm over this rank's heads.
+Each rank's gradient of such a parameter is then one term of a sum, as of a norm over this rank's heads.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from ds_trainer.parallel.tensor.collectives import sum_gradient
 def summed_gradients(module: nn.Module, group: dist.ProcessGroup) -> Iterator[None]:
     """Within the block the module's code finds, under its own parameters' names, tensors whose gradient is summed.
 
-    The sum is part of the graph, so that it takes place below whatever an engine does with `.grad`. Python looks into
-    an instance's `__dict__` before it asks `nn.Module.__getattr__`, which finds the parameters.
+    The sum is part of the autograd graph, so that it takes place before whatever an engine does with `.grad`. Python
+    looks into an instance's `__dict__` before it asks `nn.Module.__getattr__`, which finds the parameters.
 
     Args:
         module: Its parameters, not those of its children.
-        group: The tensor group.
+        group: The tensor-parallel group.
 
     Comm: in the backward pass one all-reduce over `group` per parameter, of its size.
     """
@@ -43,7 +43,7 @@ def summed_gradients(module: nn.Module, group: dist.ProcessGroup) -> Iterator[No
 
 
 class PartialGradients:
-    """A module each of whose calls gives a part of its parameters' gradients.
+    """A module each of whose calls computes one term of its parameters' gradients.
 
     Comm: as `summed_gradients`.
     """
@@ -57,11 +57,11 @@ class PartialGradients:
 
 
 def sum_partial_gradients(module: nn.Module, group: dist.ProcessGroup) -> None:
-    """Lets a module sum the gradients of its own parameters over the tensor group.
+    """Lets a module sum the gradients of its own parameters over the tensor-parallel group.
 
     Args:
         module: Changed in place, such as a norm over this rank's heads.
-        group: The tensor group.
+        group: The tensor-parallel group.
     """
     if not isinstance(module, PartialGradients):
         mix_in(module, PartialGradients)

@@ -1,4 +1,4 @@
-"""Linear layers of which each tensor rank holds a part: of the outputs (column), or of the inputs (row).
+"""Linear layers sharded over the tensor-parallel ranks: by outputs (column), or by inputs (row).
 
 Source: Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053, section 3.
 
@@ -27,16 +27,16 @@ from ds_trainer.parallel.tensor.replicated_shards import ReplicatedShards
 
 
 def column_bias_sharding(sharding: TensorSharding) -> TensorSharding:
-    """How the bias of a column layer is cut, whose weight is cut like this."""
+    """The sharding of a column layer's bias, given that of its weight."""
     return TensorSharding((sharding.shape[sharding.dim],), 0, sharding.ranges, sharding.length)
 
 
 class ParallelLinear(nn.Linear):
-    """A rank's part of a linear layer; `in_features` and `out_features` are the rank's.
+    """A rank's shard of a linear layer; `in_features` and `out_features` are the rank's.
 
     Attributes:
-        sharding: How the weight is cut.
-        group: Tensor ranks.
+        sharding: Of the weight.
+        group: The tensor-parallel group.
         transposed: Whether the weight is (I, D), as in GPT-2's `Conv1D`, not (D, I).
     """
 
@@ -45,8 +45,8 @@ class ParallelLinear(nn.Linear):
     transposed: bool
 
     @classmethod
-    def _part_of(cls, module: nn.Module, sharding: TensorSharding, group: dist.ProcessGroup, transposed: bool) -> Self:
-        """The part of a module, its weight on meta; no bias yet."""
+    def _shard_of(cls, module: nn.Module, sharding: TensorSharding, group: dist.ProcessGroup, transposed: bool) -> Self:
+        """This rank's shard of a module, its weight on meta; no bias yet."""
         inputs, outputs = sharding.local_shape if transposed else reversed(sharding.local_shape)
         layer = cls(inputs, outputs, bias=False, device="meta")
         weight = _like(module.weight, sharding.local_shape)
@@ -57,17 +57,17 @@ class ParallelLinear(nn.Linear):
 
 
 class ColumnParallelLinear(ParallelLinear):
-    """This rank's part of the outputs, from an input that all ranks have; made by `from_module`.
+    """This rank's outputs, from an input that all ranks have; made by `from_module`.
 
     Shapes: (..., I) on all ranks -> (..., d) on each, or (..., D) on all with `gather_output`.
 
-    Comm: as `column_outputs`; with `gather_output`, forward one all-gather of the bytes of the whole output.
+    Comm: as `column_outputs`; with `gather_output`, forward one all-gather of the bytes of the full output.
 
     Attributes:
-        gather_output: Whether the ranks' outputs are joined: in the order of the whole layer's, without padding.
+        gather_output: Whether the ranks' outputs are joined: in the order of the full layer's, without padding.
         column_group: Layers that are computed together with this one.
-        weight_replicas: What of the weight other ranks hold too.
-        bias_replicas: What of the bias other ranks hold too.
+        weight_replicas: What other ranks hold too of the weight; None: nothing.
+        bias_replicas: What other ranks hold too of the bias; None: nothing.
     """
 
     gather_output: bool
@@ -77,14 +77,14 @@ class ColumnParallelLinear(ParallelLinear):
 
     @classmethod
     def from_module(cls, module: nn.Module, sharding: TensorSharding, group: dist.ProcessGroup) -> Self:
-        """The part of a module, with parameters on meta.
+        """This rank's shard of a module, with parameters on meta.
 
         Args:
             module: An `nn.Linear`, or a `Conv1D`, whose weight is the other way round.
-            sharding: How its weight is cut; its bias is cut alike.
-            group: Tensor ranks.
+            sharding: How its weight is sharded; its bias is sharded alike.
+            group: The tensor-parallel group.
         """
-        layer = cls._part_of(module, sharding, group, transposed=sharding.dim == 1)
+        layer = cls._shard_of(module, sharding, group, transposed=sharding.dim == 1)
         bias_sharding = column_bias_sharding(sharding)
         layer.register_parameter("bias", _like(module.bias, bias_sharding.local_shape))
         layer.gather_output = False
@@ -104,46 +104,46 @@ class ColumnParallelLinear(ParallelLinear):
 
 
 class RowParallelLinear(ParallelLinear):
-    """The whole output, from this rank's part of the inputs; made by `from_module`. Its bias is whole.
+    """The full output, from this rank's inputs; made by `from_module`. Its bias is not sharded.
 
-    Shapes: (..., i) on each rank, or (..., I) on all with `input_is_whole` -> (..., D) on all; with
+    Shapes: (..., i) on each rank, or (..., I) on all with `input_is_full` -> (..., D) on all; with
     `sequence_parallel` (B, T, i) -> (B, t, D).
 
     Comm: forward one all-reduce over `group` of the output's bytes; with `sequence_parallel` one reduce-scatter of
-    them, backward one all-gather, and one all-reduce of the bias's gradient; with `input_is_whole` backward one
-    all-gather of the bytes of the whole input.
+    them, backward one all-gather, and one all-reduce of the bias's gradient; with `input_is_full` backward one
+    all-gather of the bytes of the full input.
 
     Attributes:
-        input_is_whole: Whether the input is on all ranks, so that each takes its part.
+        input_is_full: Whether all ranks have the full input, so that each takes its shard.
         sequence_parallel: Whether each rank is given its positions of the output, not all.
     """
 
-    input_is_whole: bool
+    input_is_full: bool
     sequence_parallel: bool
 
     @classmethod
     def from_module(cls, module: nn.Module, sharding: TensorSharding, group: dist.ProcessGroup) -> Self:
-        """The part of a module, with parameters on meta.
+        """This rank's shard of a module, with parameters on meta.
 
         Args:
             module: An `nn.Linear`, or a `Conv1D`, whose weight is the other way round.
-            sharding: How its weight is cut.
-            group: Tensor ranks.
+            sharding: Of its weight.
+            group: The tensor-parallel group.
         """
-        layer = cls._part_of(module, sharding, group, transposed=sharding.dim == 0)
+        layer = cls._shard_of(module, sharding, group, transposed=sharding.dim == 0)
         layer.register_parameter("bias", _like(module.bias))
-        layer.input_is_whole = layer.sequence_parallel = False
+        layer.input_is_full = layer.sequence_parallel = False
         return layer
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum over the ranks, whole or this rank's positions of it."""
-        if self.input_is_whole:
+        """The sum over the ranks, or this rank's positions of it."""
+        if self.input_is_full:
             x = scatter_last_dim(_by_rank(x, self.sharding), self.group)
         y = (reduce_scatter_sequence if self.sequence_parallel else reduce_from_group)(self.partial(x), self.group)
         if self.bias is None:
             return y
         bias = sum_gradient(self.bias, self.group) if self.sequence_parallel else self.bias
-        # Added once, after the sum. Under autocast the sum is in its format, the bias is not.
+        # Added once, after the sum. Under autocast the sum has its dtype, the bias has not.
         return y + bias.to(y.dtype)
 
     def partial(self, x: torch.Tensor) -> torch.Tensor:
@@ -151,15 +151,15 @@ class RowParallelLinear(ParallelLinear):
         return F.linear(x, self.weight.t() if self.transposed else self.weight)
 
 
-def _like(whole: object, shape: tuple[int, ...] | None = None) -> nn.Parameter | None:
+def _like(parameter: object, shape: tuple[int, ...] | None = None) -> nn.Parameter | None:
     """A parameter on meta, of another shape where one is given; None where there is none."""
-    if not isinstance(whole, nn.Parameter):
+    if not isinstance(parameter, nn.Parameter):
         return None
-    return nn.Parameter(whole.new_empty(shape or whole.shape, device="meta"), whole.requires_grad)
+    return nn.Parameter(parameter.new_empty(shape or parameter.shape, device="meta"), parameter.requires_grad)
 
 
 def _in_order(joined: torch.Tensor, sharding: TensorSharding) -> torch.Tensor:
-    """The ranks' parts of the last dimension, as they were joined, in the order of the whole; of copies the first."""
+    """The last dimension, joined from the ranks' shards, in the order of the full tensor; of replicas the first."""
     pieces: dict[int, tuple[int, int]] = {}
     for rank, ranges in enumerate(sharding.ranges):
         at = rank * sharding.length
@@ -170,9 +170,9 @@ def _in_order(joined: torch.Tensor, sharding: TensorSharding) -> torch.Tensor:
     return _picked(joined, [pieces[start] for start in sorted(pieces)])
 
 
-def _by_rank(whole: torch.Tensor, sharding: TensorSharding) -> torch.Tensor:
+def _by_rank(full: torch.Tensor, sharding: TensorSharding) -> torch.Tensor:
     """The last dimension in the order in which the ranks hold it."""
-    return _picked(whole, [(start, stop - start) for ranges in sharding.ranges for start, stop in ranges])
+    return _picked(full, [(start, stop - start) for ranges in sharding.ranges for start, stop in ranges])
 
 
 def _picked(x: torch.Tensor, pieces: list[tuple[int, int]]) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Splits a Hugging Face model over the tensor group: swaps its layers for parallel ones, as its plan says."""
+"""Applies a tensor-parallel plan to a Hugging Face model: replaces its layers by parallel ones."""
 
 from __future__ import annotations
 
@@ -26,22 +26,21 @@ from ds_trainer.planning.tp_plan import TensorPlan, generic, plan_for
 
 
 def split_model(model: nn.Module, config: ParallelConfig, mesh: Mesh) -> ModelSplit:
-    """Splits a model in place; without tensor parallelism it stays as it is.
+    """Shards a model in place; without tensor parallelism it stays as it is.
 
     The model keeps its class, its code and its config, and its parameters their names. Layers that the plan names are
-    swapped, attention modules told how many heads are theirs, and what the plan does not name stays whole.
+    replaced, attention modules are reduced to this rank's heads, and what the plan does not name is not sharded.
 
     Args:
-        model: A skeleton on meta, or an instance; a parameter that is cut is afterwards a new one, on meta, of its
-            local shape.
+        model: On meta, or with values; each sharded parameter is replaced by a new one, on meta, of its local shape.
         config: The config's parallel section.
         mesh: Process groups.
 
     Returns:
-        How each parameter was cut.
+        How each parameter was sharded.
 
     Raises:
-        ModelError: There is no plan for the model, it cuts nothing, an entry of it matches nothing or does not fit,
+        ModelError: There is no plan for the model, it shards nothing, an entry of it matches nothing or does not fit,
             or a size does not divide.
     """
     if config.tp == 1:
@@ -59,18 +58,18 @@ def split_model(model: nn.Module, config: ParallelConfig, mesh: Mesh) -> ModelSp
         shard_sequences(splitter, own_masks=dropout)
     shardings = splitter.shardings()
     split = ModelSplit(shardings, mesh.grid.tp_rank, mesh.tp_host_group, _whole_modules(model, shardings))
-    _tell(split, model)
+    _log_split(split, model)
     if plan.override:
         report_misfits_of_first_forward(model, plan)
         get_logger().warning(
-            "parallel.tp_plan has entries: whether a plan of your own computes what the model does is not proven; "
-            "hold the losses of a few steps against a run with parallel.tp = 1"
+            "parallel.tp_plan has entries: that a user-defined plan computes what the model does is not verified; "
+            "compare the losses of a few steps with a run with parallel.tp = 1"
         )
     return split
 
 
 def _plan(model: nn.Module, config: ParallelConfig) -> TensorPlan:
-    """The plan of the model's type, or, of a type that is not in the table, the one that its class brings."""
+    """The plan of the model's type, or, of a type that is not in the table, that of its class."""
     model_type = getattr(getattr(model, "config", None), "model_type", "")
     plan = plan_for(model_type, config.tp_plan)
     if (plan is None or not plan.styles) and model_type not in families():
@@ -80,7 +79,7 @@ def _plan(model: nn.Module, config: ParallelConfig) -> TensorPlan:
     if plan is None:
         raise ModelError(
             f"parallel.tp is {config.tp} and there is no plan for {type(model).__name__}",
-            "a plan says which layers are cut and how; without one every rank would hold the whole model",
+            "a plan says which layers are sharded and how; without one every rank would hold the full model",
             'set parallel.tp to 1, or give one in parallel.tp_plan, such as {"model.layers.*.mlp.up_proj": "colwise", '
             '"model.layers.*.mlp.down_proj": "rowwise"}',
         )
@@ -110,9 +109,9 @@ def _apply(plan: TensorPlan, splitter: Splitter) -> None:
         _apply_style(plan, splitter, name, style, targets[name])
     if not splitter.has_sharded:
         raise ModelError(
-            f"no entry of the plan {'cuts' if styles else 'matches'} a module of {type(splitter.model).__name__}",
-            "every rank would hold the whole model",
-            "set parallel.tp to 1, or give a plan in parallel.tp_plan that cuts layers, with names such as "
+            f"no entry of the plan {'shards' if styles else 'matches'} a module of {type(splitter.model).__name__}",
+            "every rank would hold the full model",
+            "set parallel.tp to 1, or give a plan in parallel.tp_plan that shards layers, with names such as "
             f"{', '.join(_examples(splitter.model))}",
         )
     check_user_plan(plan, targets, splitter.model)
@@ -136,7 +135,7 @@ def _examples(model: nn.Module) -> list[str]:
 
 
 def _make_head_parallel(model: Any, plan: TensorPlan, splitter: Splitter) -> None:
-    """Lets callers of a column-parallel head see whole logits, and cuts an input embedding without a style as the head.
+    """Returns full logits to callers of a column-parallel head; shards an embedding without a style like the head.
 
     Tied or not: the embedding is as large as the head, and a tied one is the same parameter.
     """
@@ -163,18 +162,18 @@ def _group_columns(model: nn.Module, splitter: Splitter, keep_gathered_input: bo
             ColumnGroup(members, splitter.group).keep_gathered_input = keep_gathered_input
 
 
-def _tell(split: ModelSplit, model: nn.Module) -> None:
-    """One line on what has been cut, and what has not."""
+def _log_split(split: ModelSplit, model: nn.Module) -> None:
+    """Logs in one line what is sharded, and what is not."""
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
-    whole = sum(prod(split.shardings[name].shape) if name in split.shardings else size for name, size in sizes.items())
+    full = sum(prod(split.shardings[name].shape) if name in split.shardings else size for name, size in sizes.items())
     get_logger().info(
         "tensor parallel: each rank holds %.0f%% of the parameters; whole on every one: %s",
-        100 * sum(sizes.values()) / whole,
+        100 * sum(sizes.values()) / full,
         ", ".join(split.whole_modules) or "none",
     )
 
 
 def _whole_modules(model: nn.Module, shardings: dict[str, Any]) -> tuple[str, ...]:
-    """Modules with parameters that every rank holds whole, the numbers of layers as `*`."""
+    """Modules with unsharded parameters, the numbers of layers as `*`."""
     names = (name.rpartition(".")[0] for name, _ in model.named_parameters() if name not in shardings)
     return tuple(dict.fromkeys(generic(name) for name in names))

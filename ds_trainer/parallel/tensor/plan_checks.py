@@ -1,6 +1,6 @@
-"""Whether the entries of `parallel.tp_plan` fit the model and its type's own plan, as far as that can be told.
+"""Checks the entries of `parallel.tp_plan` against the model and the plan of its type, as far as that is possible.
 
-By names and styles before a step, by the shapes that layers meet in the first one. Neither proves a plan.
+Names and styles are checked before the first step, shapes in it. Neither verifies that a plan is right.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def check_tied(plan: TensorPlan, model: Any) -> None:
         model: The model, not split yet.
 
     Raises:
-        ModelError: Unless both are cut by the vocabulary, or both are whole.
+        ModelError: Unless both are sharded by the vocabulary, or neither is sharded.
     """
     embedding, head = _embedding_and_head(model)
     if embedding is None or head is None:
@@ -57,7 +57,7 @@ def check_tied(plan: TensorPlan, model: Any) -> None:
         raise ModelError(
             f"{embedding} and {head} share one parameter, and the plan gives {embedding} "
             f"{_given(plan, embedding)} and {head} {_given(plan, head)}",
-            "a shared parameter is one tensor on each rank: both layers are cut by the vocabulary, or both are whole",
+            "a shared parameter is one tensor on each rank: both layers are sharded by the vocabulary, or neither is",
             f'in parallel.tp_plan give {{"{embedding}": "embedding_rowwise", "{head}": "colwise_gather_output"}}, or '
             'both "replicate"',
         )
@@ -100,13 +100,13 @@ def _check_head(plan: TensorPlan, head: str | None) -> None:
     if head is not None and plan.entry_of(head) is not None and plan.style_of(head) not in _HEAD:
         raise ModelError(
             f"{head}, the head, is given {_given(plan, head)}",
-            f"a head reads whole hidden states and gives one row of logits: its styles are {', '.join(_HEAD)}",
+            f"a head reads full hidden states and gives one row of logits: its styles are {', '.join(_HEAD)}",
             f"give {head} one of these in parallel.tp_plan, or remove the entry",
         )
 
 
 def _check_blocks(plan: TensorPlan, targets: Mapping[str, nn.Module | nn.Parameter]) -> None:
-    """Layers that the type's plan cuts in one module follow one another: they are cut together or not at all."""
+    """Layers that the type's plan shards in one module follow one another: they are sharded together or not at all."""
     blocks: dict[str, dict[str, str]] = defaultdict(dict)
     for name in targets:
         if (own := plan.styles.get(generic(name))) in _LOCAL:
@@ -120,10 +120,10 @@ def _check_blocks(plan: TensorPlan, targets: Mapping[str, nn.Module | nn.Paramet
             if not fits:
                 others = ", ".join(other.rpartition(".")[2] for other in members if other != name)
                 raise ModelError(
-                    f"{name} is given {_given(plan, name)}, and the plan of the model's type cuts it by {own}, "
+                    f"{name} is given {_given(plan, name)}, and the plan of the model's type shards it by {own}, "
                     f"{f'together with {others}' if others else 'as its module needs it'}",
-                    "the layers of a module that are cut follow one another: each keeps its style, or none is cut",
-                    f'remove the entry from parallel.tp_plan, or leave the module whole with {{"{generic(block)}.*": '
+                    "the sharded layers of a module follow one another: each keeps its style, or none is sharded",
+                    f'remove the entry from parallel.tp_plan, or do not shard the module, with {{"{generic(block)}.*": '
                     '"replicate"}',
                 )
 
@@ -134,7 +134,7 @@ def _check_sums(
     targets: Mapping[str, nn.Module | nn.Parameter],
     local: Iterable[str],
 ) -> None:
-    """A module's output is summed over the ranks where each has a part of the sum, and once."""
+    """A module's output is summed over the ranks once, and only where each rank computes one term of it."""
     for name, style in styles.items():
         if style not in _SUMMED:
             continue
@@ -143,22 +143,22 @@ def _check_sums(
         if not inside or (rows and plan.entry_of(name) is not None):
             raise ModelError(
                 f"{name} has {_given(plan, name)}, and "
-                + (f"{rows[0]} sums its output already" if inside else "no layer inside it is cut"),
-                f"{style} sums a module's outputs over the tensor ranks, each of which has a part of the sum",
+                + (f"{rows[0]} sums its output already" if inside else "no layer inside it is sharded"),
+                f"{style} sums a module's outputs over the tensor-parallel ranks, each of which computes one term",
                 f"remove the entry from parallel.tp_plan, or give {generic(name)} `replicate`",
             )
 
 
 def _check_partial(plan: TensorPlan, styles: Mapping[str, str], local: Iterable[str]) -> None:
-    """A gradient is summed over the ranks where each has a part of it."""
+    """A gradient is summed over the ranks only where each computes one term of it."""
     places = {name.rpartition(".")[0] for name in local}
     places |= {name for name, style in styles.items() if style == "embedding_rowwise"}
     for name, style in styles.items():
         if style in _PARTIAL and not places & set(_ancestors(name)):
             raise ModelError(
-                f"{name} has {_given(plan, name)}, and no module that holds it has layers that are cut",
-                f"{style} sums gradients over the tensor ranks; outside of cut layers each rank has the whole "
-                "gradient, and the sum would be as many times too large as there are ranks",
+                f"{name} has {_given(plan, name)}, and no module that holds it has layers that are sharded",
+                f"{style} sums gradients over the tensor-parallel ranks; outside of sharded layers each rank has the "
+                "full gradient, and the sum would be as many times too large as there are ranks",
                 f"give {generic(name)} `replicate` in parallel.tp_plan, or no style",
             )
 
@@ -174,14 +174,14 @@ def _check_whole(plan: TensorPlan, styles: Mapping[str, str], local: Iterable[st
         if all(name in holders for name in names):
             raise ModelError(
                 f'entry "{entry}" of parallel.tp_plan gives {names[0]} the style replicate, and inside it '
-                f"{holders[names[0]]} is cut",
+                f"{holders[names[0]]} is sharded",
                 "a style is that of the modules which an entry names, not of the layers inside them",
-                f'to leave those whole give "{entry}.*" the style replicate in parallel.tp_plan',
+                f'to leave those unsharded give "{entry}.*" the style replicate in parallel.tp_plan',
             )
 
 
 def _ancestors(name: str) -> list[str]:
-    """Names of the modules that hold a module or parameter, the model's own, which is empty, included."""
+    """Names of the modules that hold a module or parameter, including the model's, which is empty."""
     parts = name.split(".")
     return [".".join(parts[:length]) for length in range(len(parts))]
 
@@ -198,7 +198,7 @@ def report_misfits_of_first_forward(model: nn.Module, plan: TensorPlan) -> None:
     """Until a forward pass has succeeded, layers whose shapes do not fit raise an error that names the plan.
 
     Args:
-        model: The model, split; the part below its head is watched, where it has one.
+        model: The model, sharded; of a model with a head the module below it is checked.
         plan: The plan, with the config's entries.
     """
     watched: Any = model.base_model if isinstance(model, PreTrainedModel) else model
@@ -213,14 +213,15 @@ def report_misfits_of_first_forward(model: nn.Module, plan: TensorPlan) -> None:
                 raise
             raise ModelError(
                 f"layers do not fit one another in the first forward pass: {str(error).splitlines()[0]}",
-                "layers that follow one another are cut together: what is this rank's part for one must be so for "
-                "the next",
+                "layers that follow one another are sharded together: the output shard of one is the next one's input",
                 f"change or remove entries of parallel.tp_plan, which has {', '.join(map(repr, plan.override))}; at "
                 "parallel.tp = 1, where no plan is used, the model must run",
             ) from error
 
     def succeeded(module: Any, args: Any, output: Any) -> None:
-        if getattr(vars(module).get("forward"), "__func__", None) is forward:  # Whoever put his own there keeps it.
+        if (
+            getattr(vars(module).get("forward"), "__func__", None) is forward
+        ):  # Another one that was put there later stays.
             del module.forward
         hook.remove()
 

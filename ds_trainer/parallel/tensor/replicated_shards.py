@@ -1,4 +1,4 @@
-"""Parts of a cut parameter that several tensor ranks hold, such as KV heads that are fewer than the ranks."""
+"""Shards that several tensor-parallel ranks hold, such as KV heads that are fewer than the ranks."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from ds_trainer.parallel.tensor.collectives import start_all_reduce
 
 @dataclass(frozen=True)
 class ReplicatedShards:
-    """Where a rank's copies lie: each rank that holds one finds a part of its gradient, and all must take the sum.
+    """Where a rank's replicated shards lie: each holder computes one term of the gradient, and all must take the sum.
 
     Example:
         2 KV heads of width 8 on 4 ranks: rank 2 holds the second one, `ReplicatedShards(0, ((0, 8, 8),), 16)`.
 
     Args:
-        dim: Dimension that is cut.
-        segments: For each piece of this rank's parameter that others hold too: where it begins in the local tensor,
-            where among all pieces with copies, and its length.
-        length: Of all pieces with copies.
+        dim: Dimension that is sharded.
+        segments: For each replicated segment of this rank: its start in the local tensor, its start among all
+            replicated segments side by side, and its length.
+        length: Of all replicated segments side by side.
     """
 
     dim: int
@@ -32,7 +32,7 @@ class ReplicatedShards:
 
     @classmethod
     def of(cls, sharding: TensorSharding, rank: int) -> ReplicatedShards | None:
-        """The copies of a cut on a rank; None: every rank holds what no other does."""
+        """The replicated shards on a rank; None: no two ranks hold the same."""
         bounds = sorted({bound for ranges in sharding.ranges for pair in ranges for bound in pair})
         slots, length = {}, 0
         for start, stop in pairwise(bounds):
@@ -50,7 +50,7 @@ class ReplicatedShards:
     def sum(self, gradient: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         """Sums a gradient over the ranks that hold the same, in place; all of them get the same bits.
 
-        Comm: one all-reduce over `group`, the bytes of all pieces with copies.
+        Comm: one all-reduce over `group`, the bytes of all replicated segments.
         """
         shape = list(gradient.shape)
         shape[self.dim] = self.length

@@ -1,13 +1,13 @@
-"""Sequence parallelism: between attention and MLP each tensor rank has its own positions of the sequence.
+"""Sequence parallelism: between attention and MLP each tensor-parallel rank has its own positions of the sequence.
 
-The hidden states are cut where they enter the first block of a stack of blocks, and gathered behind the last one. What
-comes before (embeddings, position ids, masks, rotary embeddings) is computed by the model's own code on the whole
+The hidden states are sharded before the first block of a stack of blocks, and gathered behind the last one. What comes
+before (embeddings, position ids, masks, rotary embeddings) is computed by the model's own code on the whole
 sequence. In a block each module that it calls is one of these:
 
 - pointwise: treats positions one by one (norms, activations, dropout): runs on this rank's positions, and the gradients
-  of its parameters are summed over the tensor group;
-- a region: anything else (attention, MLP, experts, mixers): what it is given is gathered, what it returns cut again. A
-  region that ends in one row layer has that layer reduce-scatter its output instead of cutting the sum.
+  of its parameters are summed over the tensor-parallel group;
+- a region: anything else (attention, MLP, experts, mixers): its inputs are gathered, its outputs sharded again.
+  In a region that ends in one row layer, that layer reduce-scatters its output instead.
 
 Source: Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198, section 4.2.
 
@@ -35,17 +35,17 @@ from ds_trainer.parallel.tensor.linear import ColumnParallelLinear, ParallelLine
 from ds_trainer.parallel.tensor.sequence_shard import Positions, gathered, mapped, tensors
 from ds_trainer.parallel.tensor.splitter import Splitter
 
-_CUT = "sequence_cut"
+_SHARDING = "sequence_sharding"
 
 
 def shard_sequences(splitter: Splitter, own_masks: bool) -> None:
-    """Lets every stack of blocks of a split model work on cut sequences.
+    """Lets every stack of blocks of a tensor-parallel model work on sharded sequences.
 
-    A sequence of no more positions than ranks, such as a token that is generated, stays whole.
+    A sequence of no more positions than ranks, such as a token that is generated, is not sharded.
 
     Args:
-        splitter: The model, its layers swapped already; changed in place.
-        own_masks: Whether the model has dropout, so that each rank needs random masks for its own positions.
+        splitter: The model, its layers replaced already; changed in place.
+        own_masks: Whether the model has dropout, so that each rank draws masks for its own positions.
 
     Raises:
         ModelError: The model does not say what its blocks are, or skips some of them at random.
@@ -55,58 +55,58 @@ def shard_sequences(splitter: Splitter, own_masks: bool) -> None:
     if not found:
         raise _refusal(
             f"{type(model).__name__} does not say what its blocks are",
-            "sequences are cut where they enter a stack of blocks: a list of modules of a class in `_no_split_modules`",
+            "sequences are sharded before a stack of blocks: a list of modules of a class in `_no_split_modules`",
         )
     for owner, layers in found:
         if getattr(owner, "layerdrop", 0.0):
             raise _refusal(
                 f"{type(owner).__name__} has a layerdrop of {owner.layerdrop}, which skips blocks at random",
-                "sequences are cut at the first block and gathered behind the last one",
+                "sequences are sharded at the first block and gathered behind the last one",
             )
         if has_parameters(owner):
             raise _refusal(
                 f"{type(owner).__name__} has parameters of its own: {', '.join(owner._parameters)}",
-                "sequences are cut at the first block and gathered behind the last one; what is done between them with "
-                "each rank's positions has no parameters",
+                "sequences are sharded at the first block and gathered behind the last one; what is done with each "
+                "rank's positions between them has no parameters",
             )
         _Stack(owner, layers, splitter, own_masks)
 
 
 @dataclass(frozen=True)
-class _Cut:
-    """How the sequence is cut that a block is given.
+class _Sharding:
+    """How the sequence that a block is given is sharded.
 
     Args:
-        length: T; None: it is whole.
-        parts: Numbers and names of arguments that are this rank's part, beside the hidden states.
+        length: T; None: it is not sharded.
+        arguments: Numbers and names of arguments that are this rank's shards, beside the hidden states.
     """
 
     length: int | None
-    parts: frozenset[int | str]
+    arguments: frozenset[int | str]
 
 
 class _Stack:
-    """A stack of blocks whose hidden states are cut.
+    """A stack of blocks whose hidden states are sharded.
 
     Args:
         owner: The module that runs the blocks.
         layers: The blocks, in order.
-        splitter: Knows what was cut.
-        own_masks: Whether each rank needs random masks of its own.
+        splitter: Knows which parameters are sharded.
+        own_masks: Whether each rank draws dropout masks of its own.
 
     Attributes:
-        positions: What the block that runs now works on; None: no block runs, or it works on whole sequences.
+        positions: What the block that runs now works on; None: no block runs, or its sequence is not sharded.
     """
 
     def __init__(self, owner: nn.Module, layers: nn.ModuleList, splitter: Splitter, own_masks: bool) -> None:
         self.positions: Positions | None = None
         self._group, self._own_masks = splitter.group, own_masks
         self._length: int | None = None
-        self._is_cut = False
+        self._is_sharded = False
         self._shape: tuple[int, ...] = ()
         self._made: list[torch.Tensor] = []
         owner.register_forward_pre_hook(self._begin, with_kwargs=True)
-        layers[0].register_forward_pre_hook(self._cut, with_kwargs=True)
+        layers[0].register_forward_pre_hook(self._shard, with_kwargs=True)
         for block in layers:
             block.register_forward_pre_hook(self._pass_on, with_kwargs=True)
             block.register_forward_hook(self._remember)
@@ -123,7 +123,7 @@ class _Stack:
         owner.register_forward_hook(self._end)
 
     def _begin(self, owner: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        self._is_cut, self._made = False, []  # A forward that failed may have left it otherwise.
+        self._is_sharded, self._made = False, []  # A forward that failed may have left it otherwise.
         if kwargs.get("output_hidden_states") or getattr(getattr(owner, "config", None), "output_hidden_states", False):
             raise _refusal(
                 "output_hidden_states is true",
@@ -132,11 +132,11 @@ class _Stack:
         named = [kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None]
         self._shape = tuple(tensors((named, args, kwargs))[0].shape[:2])
 
-    def _cut(self, block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        if self._is_cut:
+    def _shard(self, block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        if self._is_sharded:
             raise _refusal(
                 f"{type(block).__name__} is run again before what the last block returned was used",
-                "sequences are cut at the first block and gathered behind the last one",
+                "sequences are sharded at the first block and gathered behind the last one",
             )
         return map_hidden_states(args, kwargs, self._scattered)
 
@@ -145,28 +145,30 @@ class _Stack:
             raise _refusal(
                 f"the first block is given hidden states of shape {tuple(hidden_BTH.shape)} for input of shape "
                 f"{self._shape}",
-                "sequences are cut along the second dimension of hidden states",
+                "sequences are sharded along the second dimension of hidden states",
             )
         # With one position on a rank, a mask for all heads would look like hidden states.
-        self._is_cut = hidden_BTH.shape[1] > self._group.size()
-        self._length = hidden_BTH.shape[1] if self._is_cut else None
-        return scatter_sequence(hidden_BTH, self._group) if self._is_cut else hidden_BTH
+        self._is_sharded = hidden_BTH.shape[1] > self._group.size()
+        self._length = hidden_BTH.shape[1] if self._is_sharded else None
+        return scatter_sequence(hidden_BTH, self._group) if self._is_sharded else hidden_BTH
 
     def _pass_on(self, block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         arguments: dict[int | str, Any] = dict(enumerate(args))
         arguments.update(kwargs)
-        parts = set()
+        sharded = set()
         if self._length is not None:
             made = {tensor.data_ptr() for tensor in self._made}
             for name, value in arguments.items():
                 if isinstance(value, torch.Tensor) and self._is_by_position(value):
                     arguments[name] = scatter_sequence(value, self._group)
-                    parts.add(name)
+                    sharded.add(name)
                 elif isinstance(value, torch.Tensor) and value.data_ptr() in made:
-                    parts.add(name)
-        # As an argument, so that the block is told the same when it is recomputed.
+                    sharded.add(name)
+        # As an argument, so that the block is given the same when it is recomputed.
         named = {name: value for name, value in arguments.items() if isinstance(name, str)}
-        return tuple(arguments[i] for i in range(len(args))), named | {_CUT: _Cut(self._length, frozenset(parts))}
+        return tuple(arguments[i] for i in range(len(args))), named | {
+            _SHARDING: _Sharding(self._length, frozenset(sharded))
+        }
 
     def _is_by_position(self, x: torch.Tensor) -> bool:
         """Whether a block's argument is floating-point numbers (B, T, ...), to be used beside hidden states."""
@@ -179,55 +181,55 @@ class _Stack:
         return (self.joined(output[0]), *output[1:]) if isinstance(output, tuple) else self.joined(output)
 
     def joined(self, hidden_BtH: torch.Tensor) -> torch.Tensor:
-        """The whole hidden states, which are cut no longer."""
+        """The hidden states of all positions; from here on they are not sharded."""
         if self._length is None:
             return hidden_BtH
-        self._is_cut = False
+        self._is_sharded = False
         return gathered(hidden_BtH, self._length, self._group)
 
     def own_length(self, length: int) -> int:
-        """Positions on each rank of a sequence of `length`; one of no more positions than ranks stays whole."""
+        """Positions on each rank of a sequence of `length`; one of no more positions than ranks is not sharded."""
         return -(-length // self._group.size()) if length > self._group.size() else length
 
     def enter(self) -> None:
-        """Before the first block of a pipeline stage after the first: its hidden states come cut."""
-        self._is_cut = self.own_length(self._shape[1]) < self._shape[1]
-        self._length = self._shape[1] if self._is_cut else None
+        """Called before the first block of later pipeline stages: their hidden states arrive sharded."""
+        self._is_sharded = self.own_length(self._shape[1]) < self._shape[1]
+        self._length = self._shape[1] if self._is_sharded else None
 
     def leave(self) -> None:
-        """Behind the last block of a pipeline stage before the last: its hidden states go on cut."""
-        self._is_cut, self._made = False, []
+        """Called behind the last block of earlier pipeline stages: their hidden states leave sharded."""
+        self._is_sharded, self._made = False, []
 
     @property
-    def is_cut(self) -> bool:
-        """Whether hidden states are cut now, in a block or between them."""
-        return self._is_cut
+    def is_sharded(self) -> bool:
+        """Whether hidden states are sharded now, in a block or between them."""
+        return self._is_sharded
 
     def _refuse(self, module: nn.Module, args: tuple) -> None:
-        if self._is_cut:
+        if self._is_sharded:
             raise _refusal(
                 f"a {type(module).__name__} is run between the blocks, or between the last one and its norm",
-                "sequences are cut at the first block and gathered behind the last one; what each rank does with its "
-                "positions between them has no parameters",
+                "sequences are sharded at the first block and gathered behind the last one; what is done with each "
+                "rank's positions between them has no parameters",
             )
 
     def _end(self, owner: nn.Module, args: tuple, output: Any) -> None:
         self._made = []
-        if self._is_cut:
+        if self._is_sharded:
             raise _refusal(
                 f"{type(owner).__name__} does not end with its last block, or its norm",
-                "sequences are cut at the first block and gathered behind the last one",
+                "sequences are sharded at the first block and gathered behind the last one",
             )
 
     @contextmanager
-    def inside(self, block: nn.Module, args: tuple, kwargs: dict[str, Any], cut: _Cut) -> Iterator[None]:
-        """While a block runs on cut sequences."""
-        assert cut.length is not None
+    def inside(self, block: nn.Module, args: tuple, kwargs: dict[str, Any], sharding: _Sharding) -> Iterator[None]:
+        """Within the context a block runs on sharded sequences."""
+        assert sharding.length is not None
         hidden: list[torch.Tensor] = []
         rest = map_hidden_states(args, kwargs, hidden.append)
-        whole = [value for name, value in (*enumerate(rest[0]), *rest[1].items()) if name not in cut.parts]
+        full = [value for name, value in (*enumerate(rest[0]), *rest[1].items()) if name not in sharding.arguments]
         seed = draw_seed() if self._own_masks and block.training else None
-        before, self.positions = self.positions, Positions(hidden[0], tensors(whole), cut.length, self._group, seed)
+        before, self.positions = self.positions, Positions(hidden[0], tensors(full), sharding.length, self._group, seed)
         try:
             with self.positions.block(), summed_gradients(block, self._group):
                 yield
@@ -266,7 +268,7 @@ class _Stack:
     def _choose_output(self, row: RowParallelLinear, args: tuple[torch.Tensor, ...]) -> None:
         positions = self.positions
         row.sequence_parallel = (
-            positions is not None and positions.exit_width == row.out_features and positions.is_whole(args[0])
+            positions is not None and positions.exit_width == row.out_features and positions.is_full(args[0])
         )
 
     def _derive(self, module: Any, behaviour: type) -> None:
@@ -282,13 +284,13 @@ class _Behaviour:
 
 
 class _Block(_Behaviour):
-    """A block, told by an argument how its sequence is cut."""
+    """A block, which is given an argument that says how its sequence is sharded."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        cut = kwargs.pop(_CUT)
-        if cut.length is None:
+        sharding = kwargs.pop(_SHARDING)
+        if sharding.length is None:
             return super().forward(*args, **kwargs)  # type: ignore[misc]
-        with self.stack.inside(self, args, kwargs, cut):
+        with self.stack.inside(self, args, kwargs, sharding):
             return super().forward(*args, **kwargs)  # type: ignore[misc]
 
 
@@ -299,16 +301,16 @@ class _Region(_Behaviour):
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         positions = self.stack.positions
-        parts: list[torch.Tensor] = []
+        shards: list[torch.Tensor] = []
         if positions is not None:
-            parts = [x for x in tensors((args, kwargs)) if positions.is_part(x) or positions.is_flat_part(x)]
-        if positions is None or not parts:
+            shards = [x for x in tensors((args, kwargs)) if positions.is_shard(x) or positions.is_flat_shard(x)]
+        if positions is None or not shards:
             return super().forward(*args, **kwargs)  # type: ignore[misc]
-        flat = not any(positions.is_part(x) for x in parts)
+        flat = not any(positions.is_shard(x) for x in shards)
         args, kwargs = mapped((args, kwargs), positions.gathered)
-        # What is added to the row layer's output, such as a residual, would be whole.
-        scatters = self.ends_in_row and not flat and len(parts) == 1
-        with positions.region(parts[0].shape[-1] if scatters else None):
+        # What is added to the row layer's output, such as a residual, would have all positions.
+        scatters = self.ends_in_row and not flat and len(shards) == 1
+        with positions.region(shards[0].shape[-1] if scatters else None):
             output = super().forward(*args, **kwargs)  # type: ignore[misc]
         return mapped(output, lambda x: positions.scattered(x, flat))
 
@@ -319,17 +321,17 @@ class _Pointwise(_Behaviour):
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         positions = self.stack.positions
         x = next(iter(tensors((args, kwargs))), None)
-        if positions is None or x is None or (positions.in_region and not (x.dim() == 3 and positions.is_part(x))):
+        if positions is None or x is None or (positions.in_region and not (x.dim() == 3 and positions.is_shard(x))):
             return super().forward(*args, **kwargs)  # type: ignore[misc]
         with self.stack.summed_gradients(self):
             return super().forward(*args, **kwargs)  # type: ignore[misc]
 
 
 class _FinalNorm(_Behaviour):
-    """The norm behind the last block: runs on a rank's positions, which are gathered then."""
+    """The norm behind the last block: runs on a rank's positions, which are gathered afterwards."""
 
     def forward(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if not self.stack.is_cut:
+        if not self.stack.is_sharded:
             return super().forward(x, *args, **kwargs)  # type: ignore[misc]
         with self.stack.summed_gradients(self):
             return self.stack.joined(super().forward(x, *args, **kwargs))  # type: ignore[misc]
@@ -340,9 +342,9 @@ class _ColumnOfBlock(_Behaviour):
 
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         positions = self.stack.positions
-        if positions is not None and positions.is_flat_part(x):
-            whole = gathered(x.unsqueeze(0), x.shape[0] * self.group.size(), self.group)
-            return super().forward(whole).squeeze(0)  # type: ignore[misc]
+        if positions is not None and positions.is_flat_shard(x):
+            full = gathered(x.unsqueeze(0), x.shape[0] * self.group.size(), self.group)
+            return super().forward(full).squeeze(0)  # type: ignore[misc]
         return super().forward(x if positions is None else positions.gathered(x))  # type: ignore[misc]
 
 
@@ -357,7 +359,7 @@ class _RowOfBlock(_Behaviour):
 
 
 def stack_of(block: nn.Module) -> _Stack | None:
-    """The stack whose hidden states are cut and that a block is of; None: they are whole."""
+    """The stack of a block whose hidden states may be sharded; None: without sequence parallelism."""
     return block.stack if isinstance(block, _Block) else None
 
 

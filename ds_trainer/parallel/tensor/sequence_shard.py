@@ -1,4 +1,4 @@
-"""What a block works on where its sequence is cut: which tensors are a rank's part of it, and how they are joined.
+"""The tensors of a block whose sequence is sharded: which of them are a rank's shard, and how shards are joined.
 
 Legend: tp ranks of the group, B samples, T positions, t positions on a rank (T / tp, rounded up), H hidden size.
 """
@@ -19,15 +19,15 @@ from ds_trainer.parallel.tensor.dropout import seeded
 class Positions:
     """The positions that a block works on, and their tensors.
 
-    A tensor of the block is told by its shape, (B, t, ...), or (B * t, ...) where the block's code has joined the two,
-    if it is not one that all ranks have, such as a mask.
+    A shard is recognised by its shape, (B, t, ...), or (B * t, ...) where the block's code has joined the two, unless
+    it is a tensor that all ranks have, such as a mask.
 
     Args:
         hidden_BtH: The hidden states that the block is given.
-        whole: Tensors that it is given and all ranks have.
+        full: Tensors that it is given and all ranks have.
         length: T.
-        group: The tensor group.
-        seed: Of random masks, the same on all tensor ranks; None: there are none.
+        group: The tensor-parallel group.
+        seed: Of random masks, the same on all tensor-parallel ranks; None: there are none.
 
     Attributes:
         in_region: Whether a region runs, which works on all positions.
@@ -37,7 +37,7 @@ class Positions:
     def __init__(
         self,
         hidden_BtH: torch.Tensor,
-        whole: list[torch.Tensor],
+        full: list[torch.Tensor],
         length: int,
         group: dist.ProcessGroup,
         seed: int | None,
@@ -47,25 +47,25 @@ class Positions:
         self.in_region = False
         self.exit_width: int | None = None
         self._device, self._seed, self._regions = hidden_BtH.device, seed, 0
-        self._whole = {id(x) for x in whole}
+        self._full = {id(x) for x in full}
 
-    def is_part(self, x: torch.Tensor) -> bool:
+    def is_shard(self, x: torch.Tensor) -> bool:
         """Whether a tensor is (B, t, ...) and of the block."""
-        return x.dim() > 2 and x.shape[:2] == (self.samples, self.own) and id(x) not in self._whole
+        return x.dim() > 2 and x.shape[:2] == (self.samples, self.own) and id(x) not in self._full
 
-    def is_flat_part(self, x: torch.Tensor) -> bool:
+    def is_flat_shard(self, x: torch.Tensor) -> bool:
         """Whether a tensor is (B * t, ...) and of the block."""
-        return x.dim() > 1 and x.shape[0] == self.samples * self.own and id(x) not in self._whole
+        return x.dim() > 1 and x.shape[0] == self.samples * self.own and id(x) not in self._full
 
-    def is_whole(self, x: torch.Tensor) -> bool:
+    def is_full(self, x: torch.Tensor) -> bool:
         """Whether a tensor is (B, T, ...)."""
         return x.dim() > 2 and x.shape[:2] == (self.samples, self.length)
 
     def gathered(self, x: torch.Tensor) -> torch.Tensor:
-        """All positions of a part of a tensor of either shape; another tensor as it is."""
-        if self.is_part(x):
+        """All positions of a shard of either shape; another tensor as it is."""
+        if self.is_shard(x):
             return gathered(x, self.length, self.group)
-        if self.is_flat_part(x):  # The order of the joined positions is another than the model's own.
+        if self.is_flat_shard(x):  # The order of the joined positions is another than the model's own.
             return gathered(x.unsqueeze(0), x.shape[0] * self.group.size(), self.group).squeeze(0)
         return x
 
@@ -79,10 +79,10 @@ class Positions:
         if isinstance(x, torch.nn.Parameter):  # The block's own code uses it on this rank's positions.
             return sum_gradient(x, self.group)
         if flat:
-            whole = self.samples * self.own * self.group.size()
-            is_whole = x.dim() > 1 and x.shape[0] == whole
-            return scatter_sequence(x.unsqueeze(0), self.group).squeeze(0) if is_whole else x
-        if self.is_whole(x):
+            length = self.samples * self.own * self.group.size()
+            is_full = x.dim() > 1 and x.shape[0] == length
+            return scatter_sequence(x.unsqueeze(0), self.group).squeeze(0) if is_full else x
+        if self.is_full(x):
             return scatter_sequence(x, self.group)
         if x.dim() > 1 and x.shape[0] == self.samples * self.length:
             return scatter_sequence(x.unflatten(0, (self.samples, self.length)), self.group).flatten(0, 1)
@@ -90,7 +90,7 @@ class Positions:
 
     @contextmanager
     def region(self, exit_width: int | None) -> Iterator[None]:
-        """While a region runs: its random masks are the same on all ranks, unless they are for this rank's part."""
+        """Within the context a region runs, whose dropout masks are equal on all ranks but between sharded layers."""
         self._regions += 1
         self.in_region, self.exit_width = True, exit_width
         try:
@@ -101,7 +101,7 @@ class Positions:
 
     @contextmanager
     def block(self) -> Iterator[None]:
-        """While the block runs: its random masks are this rank's own."""
+        """Within the context the block runs: its dropout masks are this rank's own."""
         with self._seeded(self.group.rank()):
             yield
 
@@ -115,13 +115,13 @@ class Positions:
 
 
 def gathered(x_BtH: torch.Tensor, length: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """All positions, with this rank's as attribute, to which column layers send their gradient straight.
+    """All positions; `sequence_shard` of the result is this rank's, where column layers send their gradient directly.
 
     Comm: as `gather_sequence`.
     """
-    whole: Any = gather_sequence(x_BtH, length, group).contiguous()  # As the model's code may expect it to be.
-    whole.sequence_shard = x_BtH
-    return whole
+    full: Any = gather_sequence(x_BtH, length, group).contiguous()  # As the model's code may expect it to be.
+    full.sequence_shard = x_BtH
+    return full
 
 
 def tensors(value: Any) -> list[torch.Tensor]:

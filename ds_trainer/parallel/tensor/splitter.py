@@ -1,4 +1,4 @@
-"""A model while it is being split: what has been put in the place of what, and how each parameter was cut."""
+"""A model while tensor parallelism is applied: which modules were replaced, and how each parameter was sharded."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from ds_trainer.planning.tp_divisibility import Unit, tp_size_problem
 
 
 class Splitter:
-    """Swaps modules and parameters of a model, and remembers the cuts.
+    """Replaces modules and parameters of a model, and records their shardings.
 
-    A parameter that is tied stays one: who asks for the cut of one that has been cut gets the same new one.
+    A tied parameter stays one: `local` returns the same new parameter for each of its users.
 
     Args:
         model: The model, changed in place.
-        group: The tensor group.
+        group: The tensor-parallel group.
 
     Attributes:
-        units: What the styles dealt out whole, for `check_sizes`.
+        units: What the styles assign to ranks undivided, such as heads; `finish` checks that their numbers divide.
     """
 
     def __init__(self, model: nn.Module, group: dist.ProcessGroup) -> None:
@@ -47,12 +47,12 @@ class Splitter:
         return self._places[module][0][0]
 
     def swap(self, old: nn.Module, new: nn.Module, shardings: Mapping[str, TensorSharding]) -> None:
-        """Puts a module in the place of another, wherever that is held.
+        """Replaces a module, wherever it is held.
 
         Args:
             old: The stock module.
-            new: Its parallel layer; its parameters become the old ones, cut.
-            shardings: Name of a parameter of the module -> its cut; another stays whole.
+            new: Its parallel layer; its parameters become the shards of the old ones.
+            shardings: Name of a parameter of the module -> its sharding; others are not sharded.
         """
         for name, parameter in old._parameters.items():
             if parameter is not None:
@@ -63,15 +63,15 @@ class Splitter:
         self._places[new] = self._places[old]
 
     def shard_parameter(self, module: nn.Module, name: str, sharding: TensorSharding) -> None:
-        """Puts a parameter of local shape in the place of one of a module's own."""
+        """Replaces a parameter of a module by one of local shape."""
         setattr(module, name, self.local(getattr(module, name), sharding))
 
     def shard_heads(self, module: nn.Module, heads: Heads) -> None:
-        """Notes that each rank computes some heads of an attention module, which `finish` then tells the module."""
+        """Records that each rank computes some heads of an attention module, which `finish` then reduces to them."""
         self._heads[module] = heads
 
     def local(self, parameter: nn.Parameter, sharding: TensorSharding) -> nn.Parameter:
-        """A parameter of local shape on meta in the place of one of the model's; for a tied one always the same."""
+        """The parameter of local shape, on meta, that replaces one of the model's; for a tied one always the same."""
         known = self._sharded.get(id(parameter))
         if known is None:
             values = torch.empty(sharding.local_shape, dtype=parameter.dtype, device="meta")
@@ -88,23 +88,23 @@ class Splitter:
 
     @property
     def has_sharded(self) -> bool:
-        """Whether any parameter has been cut."""
+        """Whether any parameter has been sharded."""
         return bool(self._sharded)
 
     def is_sharded(self, parameter: nn.Parameter) -> bool:
-        """Whether a parameter is a rank's part of one."""
+        """Whether a parameter is a rank's shard."""
         return any(new is parameter for _, new, _ in self._sharded.values())
 
     def shardings(self) -> dict[str, TensorSharding]:
-        """Parameter name, of a tied one its first name -> its cut.
+        """Parameter name, of a tied one its first name -> its sharding.
 
         Raises:
-            ModelError: A parameter that was cut is still held whole by a layer that shares it.
+            ModelError: A layer that shares a sharded parameter still holds the full one.
         """
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
             if id(parameter) in self._sharded:
                 raise ModelError(
-                    f"{name} is shared with a layer that the plan cuts, and is itself not in the plan",
+                    f"{name} is shared with a layer that the plan shards, and is itself not in the plan",
                     "a shared parameter is one tensor on each rank",
                     "add a style for it to parallel.tp_plan",
                 )
@@ -112,12 +112,12 @@ class Splitter:
         return {name: by_new[id(p)] for name, p in self.model.named_parameters() if id(p) in by_new}
 
     def finish(self) -> None:
-        """Tells attention modules that their heads are this rank's, once every style has seen those of the whole.
+        """Reduces attention modules to this rank's heads, after every style has read their full numbers.
 
         Raises:
-            ModelError: The size of the group does not divide what was dealt out; with the sizes that work.
+            ModelError: The group's size does not divide the numbers of `units`; the error names the sizes that do.
         """
-        if text := tp_size_problem(self.size, self.units):
-            raise ModelError(*text)
+        if problem := tp_size_problem(self.size, self.units):
+            raise ModelError(*problem)
         for module, heads in self._heads.items():
             localize(module, heads, self.group)

@@ -1,4 +1,4 @@
-"""What each style of a plan does to a module or a parameter."""
+"""What each style of a tensor-parallel plan does to a module or a parameter."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Style = Callable[[Splitter, str, nn.Module | nn.Parameter], None]
 
 
 def colwise(splitter: Splitter, name: str, target: nn.Module | nn.Parameter) -> None:
-    """Cuts the outputs; in an attention module between heads. A parameter: its rows, or its elements."""
+    """Shards the outputs; in an attention module between heads. A parameter: its rows, or its elements."""
     if isinstance(target, nn.Parameter):
         _shard_rows(splitter, name, target, 1)
         return
@@ -39,14 +39,14 @@ def colwise(splitter: Splitter, name: str, target: nn.Module | nn.Parameter) -> 
 
 
 def qkv_colwise(splitter: Splitter, name: str, target: nn.Module | nn.Parameter) -> None:
-    """Cuts queries, keys and values that lie side by side, each between heads."""
+    """Shards a packed projection to queries, keys and values, each of the three between heads."""
     shape, dim = _weight(name, target, "qkv_colwise")
     assert isinstance(target, nn.Module)
     heads = heads_of(splitter.parent(target), splitter.config)
     if heads is None:
         raise ModelError(
-            f"style qkv_colwise is given to {name}, and nothing says how many heads its module has",
-            "queries, keys and values are cut between heads",
+            f"style qkv_colwise is given to {name}, and the number of heads of its module is not known",
+            "queries, keys and values are sharded between heads",
             "give it another style in parallel.tp_plan",
         )
     splitter.units += heads.units
@@ -55,14 +55,14 @@ def qkv_colwise(splitter: Splitter, name: str, target: nn.Module | nn.Parameter)
 
 
 def colwise_gather_output(splitter: Splitter, name: str, target: nn.Module | nn.Parameter) -> None:
-    """Cuts the outputs, padded where they do not divide, and gathers them."""
+    """Shards the outputs, padded where they do not divide, and gathers them."""
     shape, dim = _weight(name, target, "colwise_gather_output")
     assert isinstance(target, nn.Module)
     _column(splitter, target, padded_sharding(shape, dim, splitter.size), gather_output=True)
 
 
 def packed_colwise(splitter: Splitter, name: str, target: nn.Module | nn.Parameter) -> None:
-    """Cuts the outputs of two layers packed into one, each by itself. A parameter: its rows."""
+    """Shards the outputs of two layers packed into one, each by itself. A parameter: its rows."""
     if isinstance(target, nn.Parameter):
         _shard_rows(splitter, name, target, 2)
         return
@@ -72,7 +72,7 @@ def packed_colwise(splitter: Splitter, name: str, target: nn.Module | nn.Paramet
 
 
 def rowwise(splitter: Splitter, name: str, target: nn.Module | nn.Parameter) -> None:
-    """Cuts the inputs, of which each rank has its part, and sums the outputs. A parameter: its columns."""
+    """Shards the inputs, of which each rank is given its shard, and sums the outputs. A parameter: its columns."""
     if isinstance(target, nn.Parameter):
         _shard_columns(splitter, name, target, 1)
         return
@@ -83,12 +83,12 @@ def rowwise(splitter: Splitter, name: str, target: nn.Module | nn.Parameter) -> 
 
 
 def rowwise_split_input(splitter: Splitter, name: str, target: nn.Module | nn.Parameter) -> None:
-    """Cuts the inputs, which each rank has whole, and sums the outputs."""
-    _row(splitter, name, target, 1).input_is_whole = True
+    """Shards the inputs, of which each rank is given all, and sums the outputs."""
+    _row(splitter, name, target, 1).input_is_full = True
 
 
 def packed_rowwise(splitter: Splitter, name: str, target: nn.Module | nn.Parameter) -> None:
-    """Cuts the inputs of two layers packed into one. A parameter: its columns."""
+    """Shards the inputs of two layers packed into one. A parameter: its columns."""
     if isinstance(target, nn.Parameter):
         _shard_columns(splitter, name, target, 2)
     else:
@@ -96,7 +96,7 @@ def packed_rowwise(splitter: Splitter, name: str, target: nn.Module | nn.Paramet
 
 
 def embedding_rowwise(splitter: Splitter, name: str, target: Any) -> None:
-    """Cuts an embedding's rows, padded where they do not divide, and sums the outputs."""
+    """Shards an embedding's rows, padded where they do not divide, and sums the outputs."""
     if not isinstance(target, nn.Embedding):
         raise _misfit(name, target, "embedding_rowwise")
     sharding = padded_sharding(tuple(target.weight.shape), 0, splitter.size)
@@ -109,14 +109,14 @@ def embedding_rowwise(splitter: Splitter, name: str, target: Any) -> None:
 
 
 def replicated_with_grad_allreduce(splitter: Splitter, name: str, target: nn.Module | nn.Parameter) -> None:
-    """Leaves a module whole that is used on this rank's part of the activations: its gradients are summed."""
+    """Leaves a module unsharded that is used on this rank's shard of the activations: its gradients are summed."""
     if not isinstance(target, nn.Module):
         raise _misfit(name, target, "replicated_with_grad_allreduce")
     sum_partial_gradients(target, splitter.group)
 
 
 def stays(splitter: Splitter, name: str, target: nn.Module | nn.Parameter) -> None:
-    """Leaves a module as it is: whole, or with parameters of which each has its own style."""
+    """Leaves a module as it is: unsharded, or with parameters of which each has its own style."""
 
 
 STYLES: dict[str, Style] = {
@@ -133,11 +133,11 @@ STYLES: dict[str, Style] = {
     "rowwise_split_input": rowwise_split_input,
     **EXPERT_STYLES,
 }
-"""Name of a style -> what it does: cuts or changes a module or parameter of this name."""
+"""Name of a style -> the function that applies it to the module or parameter of a name."""
 
 
 def padded_sharding(shape: tuple[int, ...], dim: int, size: int) -> TensorSharding:
-    """Equal parts for `size` ranks along a dimension, the last ones padded."""
+    """Equal shards for `size` ranks along a dimension, the last ones padded."""
     along = TensorSharding.padded((shape[dim],), size)
     return TensorSharding(shape, dim, along.ranges, along.length)
 
@@ -155,29 +155,29 @@ def _column(splitter: Splitter, module: nn.Module, sharding: TensorSharding, gat
     splitter.swap(module, layer, {"weight": sharding, "bias": column_bias_sharding(sharding)})
 
 
-def _row(splitter: Splitter, name: str, target: nn.Module | nn.Parameter, parts: int) -> RowParallelLinear:
+def _row(splitter: Splitter, name: str, target: nn.Module | nn.Parameter, packed: int) -> RowParallelLinear:
     shape, outputs = _weight(name, target, "rowwise")
     assert isinstance(target, nn.Module)
     dim = 1 - outputs
-    splitter.units.append(Unit(f"inputs of {generic(name)}", shape[dim] // parts))
-    sharding = _even(shape, dim, splitter.size, parts)
+    splitter.units.append(Unit(f"inputs of {generic(name)}", shape[dim] // packed))
+    sharding = _even(shape, dim, splitter.size, packed)
     layer = RowParallelLinear.from_module(target, sharding, splitter.group)
     splitter.swap(target, layer, {"weight": sharding})
     return layer
 
 
-def _shard_rows(splitter: Splitter, name: str, parameter: nn.Parameter, parts: int) -> None:
+def _shard_rows(splitter: Splitter, name: str, parameter: nn.Parameter, packed: int) -> None:
     dim = max(parameter.dim() - 2, 0)
-    splitter.units.append(Unit(f"rows of {generic(name)}", parameter.shape[dim] // parts))
-    _shard(splitter, name, _even(tuple(parameter.shape), dim, splitter.size, parts))
+    splitter.units.append(Unit(f"rows of {generic(name)}", parameter.shape[dim] // packed))
+    _shard(splitter, name, _even(tuple(parameter.shape), dim, splitter.size, packed))
 
 
-def _shard_columns(splitter: Splitter, name: str, parameter: nn.Parameter, parts: int) -> None:
+def _shard_columns(splitter: Splitter, name: str, parameter: nn.Parameter, packed: int) -> None:
     if parameter.dim() == 1:
         return  # A bias of summed outputs.
     dim = parameter.dim() - 1
-    splitter.units.append(Unit(f"columns of {generic(name)}", parameter.shape[dim] // parts))
-    _shard(splitter, name, _even(tuple(parameter.shape), dim, splitter.size, parts))
+    splitter.units.append(Unit(f"columns of {generic(name)}", parameter.shape[dim] // packed))
+    _shard(splitter, name, _even(tuple(parameter.shape), dim, splitter.size, packed))
 
 
 def _shard(splitter: Splitter, name: str, sharding: TensorSharding) -> None:
@@ -185,8 +185,8 @@ def _shard(splitter: Splitter, name: str, sharding: TensorSharding) -> None:
     splitter.shard_parameter(splitter.model.get_submodule(module), attribute, sharding)
 
 
-def _even(shape: tuple[int, ...], dim: int, size: int, parts: int) -> TensorSharding:
-    return TensorSharding.even(shape, dim, size, (shape[dim] // parts,) * parts)
+def _even(shape: tuple[int, ...], dim: int, size: int, packed: int) -> TensorSharding:
+    return TensorSharding.even(shape, dim, size, (shape[dim] // packed,) * packed)
 
 
 def _misfit(name: str, target: object, style: str) -> ModelError:

@@ -1,7 +1,7 @@
-"""The head of a language model whose vocabulary is cut over the tensor group.
+"""The head of a language model whose vocabulary is sharded over the tensor-parallel group.
 
-Whoever calls the model gets whole logits, as from any model of its class. The loss asks for this rank's columns alone,
-so that no rank ever holds the logits of the whole vocabulary.
+Callers of the model get full logits, as from any model of its class. The loss takes this rank's columns alone, so that
+no rank ever holds the logits of the full vocabulary.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class VocabParallelCrossEntropy(CrossEntropy):
 
     Args:
         label_smoothing: As in `CrossEntropy`.
-        sharding: How the head's rows are cut over the tensor group.
-        group: The tensor group.
+        sharding: Of the head's rows over the tensor-parallel group.
+        group: The tensor-parallel group.
     """
 
     forward_options = {"vocab_parallel": True}
@@ -45,7 +45,7 @@ class VocabParallelCrossEntropy(CrossEntropy):
         return local_logits(head)
 
     def sum(self, logits_BTV: torch.Tensor, shifted_labels_BT: torch.Tensor) -> torch.Tensor:
-        """Sum over all positions with a label, the same on every tensor rank.
+        """Sum over all positions with a label, the same on every tensor-parallel rank.
 
         Comm: as `vocab_parallel_cross_entropy_sum`.
         """
@@ -58,11 +58,12 @@ class VocabParallelCrossEntropy(CrossEntropy):
 def make_cross_entropy(model: Any, split: ModelSplit, mesh: Mesh, label_smoothing: float) -> CrossEntropy:
     """The cross entropy that fits a model's head.
 
-    Lets the forward of a model whose vocabulary is cut take `vocab_parallel`: its logits are then this rank's columns.
+    Lets the forward of a model whose vocabulary is sharded take `vocab_parallel`: its logits are then this rank's
+    columns.
 
     Args:
         model: The model, split.
-        split: How.
+        split: How its parameters are sharded.
         mesh: Process groups.
         label_smoothing: Weight of the uniform distribution in the target.
     """

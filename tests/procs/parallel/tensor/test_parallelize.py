@@ -181,7 +181,7 @@ def test_attention_and_mlp_communicate_once_per_pass(world):
     whole, sharding, kept = world(communication, 2, *ways)[0]
     each = 2 * 2  # attention and MLP of two blocks
     assert whole == ({"all-reduce": each + 1}, {"all-reduce": each + 1})  # embedding; head
-    # The hidden states are cut at the first block and gathered behind the last one.
+    # The hidden states are sharded at the first block and gathered behind the last one.
     assert sharding == (
         {"all-reduce": 1, "all-gather": each + 1, "reduce-scatter": each},
         {"all-reduce": 1, "all-gather": each + each + 1, "reduce-scatter": each},
@@ -415,8 +415,8 @@ def test_a_model_without_a_plan_is_refused_and_takes_one_from_the_config():
         ({"model.layers.*.mlp.act_fn": "colwise"}, "colwise is given to model.layers.0.mlp.act_fn"),
         ({"model.layers.*.mlp.up_proj": "diagonal"}, "diagonal"),
         ({"*": "colwise"}, 'colwise is given to model, which is a LlamaModel (entry "*" of parallel.tp_plan)'),
-        ({"*": "replicate"}, "no entry of the plan cuts a module"),
-        ({"model.layers.*.mlp": "replicate"}, "inside it model.layers.0.mlp.down_proj is cut"),
+        ({"*": "replicate"}, "no entry of the plan shards a module"),
+        ({"model.layers.*.mlp": "replicate"}, "inside it model.layers.0.mlp.down_proj is sharded"),
     ],
 )
 def test_a_wrong_entry_of_the_configs_plan_is_refused(plan, says):
@@ -436,8 +436,8 @@ def test_a_wrong_entry_of_the_configs_plan_is_refused(plan, says):
         ("model.layers.*.self_attn.q_proj", "replicate", "by colwise, together with k_proj, v_proj, o_proj"),
         ("model.layers.*.self_attn.q_proj", "qkv_colwise", "by colwise, together with"),
         ("model.layers.*.mlp", "all_reduce", "model.layers.0.mlp.down_proj sums its output already"),
-        ("model.layers.*.input_layernorm", "all_reduce", "no layer inside it is cut"),
-        ("model.norm", "replicated_with_grad_allreduce", "no module that holds it has layers that are cut"),
+        ("model.layers.*.input_layernorm", "all_reduce", "no layer inside it is sharded"),
+        ("model.norm", "replicated_with_grad_allreduce", "no module that holds it has layers that are sharded"),
         ("lm_head", "rowwise", "lm_head, the head, is given"),
         ("lm_head", "packed_colwise", "lm_head, the head, is given"),
     ],
@@ -479,15 +479,15 @@ def test_layers_whose_shapes_do_not_fit_are_told_in_the_first_forward_pass():
     assert type(error.value.__cause__) is RuntimeError
 
 
-def test_a_plan_of_ones_own_is_warned_of(caplog):
+def test_a_user_defined_plan_is_warned_of(caplog):
     for plan, warnings in (({}, 0), ({"model.layers.*.mlp.*": "replicate"}, 1)):
         caplog.clear()
         with caplog.at_level("WARNING"):
             split(tiny_llama(), 2, tp_plan=plan)
-        assert caplog.text.count("not proven") == warnings
+        assert caplog.text.count("not verified") == warnings
 
 
-EXTRA_TP_PLANS = [
+USER_PLANS = [
     {"model.layers.*.mlp.*": "replicate"},
     {"model.layers.0.self_attn.*": "replicate"},
     {"model.embed_tokens": "replicate"},
@@ -497,8 +497,8 @@ EXTRA_TP_PLANS = [
 ]
 
 
-def test_plans_of_ones_own_that_fit_give_loss_and_gradients_of_one_process(world):
-    cases = [("llama", (11, 9), {"tp_plan": plan, **way}) for plan in EXTRA_TP_PLANS for way in ({}, SEQUENCE)]
+def test_user_defined_plans_that_fit_give_loss_and_gradients_of_one_process(world):
+    cases = [("llama", (11, 9), {"tp_plan": plan, **way}) for plan in USER_PLANS for way in ({}, SEQUENCE)]
     cases.append(("tied llama", (11,), {"tp_plan": {"model.embed_tokens": "replicate", "lm_head": "replicate"}}))
     cases.append(("qwen3", (11,), {"tp_plan": {"model.layers.*.self_attn.*": "replicate"}}))
     for results in world(compare_many, 2, *cases):

@@ -128,11 +128,11 @@ def test_a_gathered_output_is_in_order_without_padding_and_counts_copies_once(na
 
 def row_on_rank(group, dense, sharding, x, grad, mode):
     layer = fill(RowParallelLinear.from_module(dense, sharding, group), dense, weight=sharding)
-    layer.input_is_whole = mode == "input is whole"
+    layer.input_is_full = mode == "input is whole"
     layer.sequence_parallel = mode == "sequence parallel"
     x = (
         x.clone()
-        if layer.input_is_whole
+        if layer.input_is_full
         else local_part(x, TensorSharding(tuple(x.shape), 2, sharding.ranges, sharding.length), group.rank())
     )
     y = layer(x.requires_grad_())
