@@ -17,6 +17,9 @@ INSTALLED_DEV := $(VENV)/.installed-dev
 MODEL := $(DEMO)/SmolLM2-135M-Instruct/config.json
 DATA := $(DEMO)/data/eval.jsonl
 RANKS = $$(python -c "import torch; print(min(2, torch.cuda.device_count()) or 2)")
+# One process for each core, each of which takes whole files; what runs `alone` starts ranks or measures time.
+TESTS := OMP_NUM_THREADS=1 python -m pytest -rs
+ON_ALL_CORES := --numprocesses logical --dist loadfile --no-loadscope-reorder
 # The CPU's cores, shared by two ranks.
 THREADS = $$(python -c "import os; print(max(1, os.cpu_count() // 2))")
 CHECK_PYTHON := import sys; sys.exit(sys.version_info < (3, 11) and "needs Python 3.11+: make PYTHON=python3.11")
@@ -40,10 +43,11 @@ ops: $(INSTALLED_DEV)
 	ds-trainer doctor --build-ops
 
 test: ops
-	OMP_NUM_THREADS=1 python -m pytest -rs -m "not slow"
+	$(TESTS) $(ON_ALL_CORES) -m "not slow and not alone"
+	$(TESTS) -m "not slow" tests/procs tests/gpu
 
 test-all: ops
-	OMP_NUM_THREADS=1 python -m pytest -rs -m slow
+	$(TESTS) -m slow
 
 # A failure names its seed: python -m tests.kill_test --seed N repeats it.
 kill-test: ops

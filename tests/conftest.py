@@ -22,6 +22,17 @@ from tests.helpers.world import World  # noqa: E402
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+TIERS_ALONE = {"procs", "e2e", "gpu"}
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Ranks of a test fill the machine: those tiers run `alone`, as do tests that say so."""
+    for item in items:
+        if item.path.relative_to(Path(__file__).parent).parts[0] in TIERS_ALONE:
+            item.add_marker("alone")
+
+
 @pytest.fixture(scope="session")
 def world():
     """Runs module-level functions on ranks: `world(function, 2, *args)` returns one result per rank."""

@@ -58,3 +58,13 @@ def with_tensor_ranks(cell: str, **parallel) -> dict:
 def slow_except(quick: Iterable[str], names: Iterable[str]) -> list:
     """Parameters of a test: of `names` those that are not in `quick` are left to `make test-all`."""
     return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
+def with_optimizers(names: Iterable[str], *, adamw: Iterable[str], sgd: Iterable[str] = ()) -> list:
+    """Pairs of a name and an optimizer: those that are not listed for it are left to `make test-all`."""
+    pairs = [("adamw", adamw), ("sgd", sgd)]
+    return [
+        pytest.param(name, optimizer, marks=[] if name in quick else [pytest.mark.slow], id=f"{name}-{optimizer}")
+        for optimizer, quick in pairs
+        for name in names
+    ]

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from tests.helpers.layouts import CELLS, OF_FOUR, SHAPE, STAGE3, deepspeed, slow_except
+from tests.helpers.layouts import CELLS, OF_FOUR, SHAPE, STAGE3, deepspeed, slow_except, with_optimizers
 from tests.helpers.shards_witness import ShardsWitness, check_mechanism
 from tests.helpers.spine import run_cell
 from tests.helpers.world import RankFailed
 
 MAIN = ["ddp", "zero1", "zero2", "zero3", "zero2-cpu", "zero3-cpu"]
-QUICK = (*(name for name in CELLS if name != "fsdp2-offload"), "fsdp2-hsdp")
-"""`make test-all` runs the others too."""
-
-
-@pytest.fixture(params=["sgd", "adamw"])
-def reference(request, references) -> tuple[str, Path]:
-    return request.param, references(request.param, SHAPE)
+QUICK = ["ddp", "zero0", "zero1", "zero2", "zero3", "zero2-cpu", "zero3-cpu-params", "fsdp2", "fsdp2-keep"]
+"""One of every way to shard and keep; `make test-all` runs the others too."""
 
 
 def mean_of_means(trainer) -> None:
@@ -45,41 +38,48 @@ def tie_counted_twice(trainer) -> None:
 
 
 @pytest.mark.case("B1", "B8", "E7", "G6")
-@pytest.mark.parametrize("cell", slow_except(QUICK, CELLS))
-def test_two_ranks_equal_one_process(world, reference, tmp_path, cell):
-    optimizer, folder = reference
+@pytest.mark.parametrize(
+    ("cell", "optimizer"), with_optimizers(CELLS, adamw=QUICK, sgd=["ddp", "zero2", "zero3", "fsdp2"])
+)
+def test_two_ranks_equal_one_process(world, references, tmp_path, cell, optimizer):
+    folder = references(optimizer, SHAPE)
     proofs = world(run_cell, 2, folder, tmp_path, 2, optimizer, CELLS[cell], ShardsWitness)
     check_mechanism(cell, optimizer, proofs, ranks=2)
 
 
 @pytest.mark.case("B8")
-@pytest.mark.parametrize("cell", slow_except(["zero0", "fsdp2"], ["ddp", "zero0", "zero2", "zero3", "fsdp2"]))
-def test_one_rank_equals_plain_torch(world, reference, tmp_path, cell):
-    optimizer, folder = reference
+@pytest.mark.parametrize(
+    ("cell", "optimizer"),
+    with_optimizers(["ddp", "zero0", "zero2", "zero3", "fsdp2"], adamw=["fsdp2"], sgd=["zero0"]),
+)
+def test_one_rank_equals_plain_torch(world, references, tmp_path, cell, optimizer):
+    folder = references(optimizer, SHAPE)
     world(run_cell, 1, folder, tmp_path, 1, optimizer, CELLS[cell], ShardsWitness)
 
 
 @pytest.mark.case("B8")
-@pytest.mark.parametrize("cell", slow_except(["ddp", "zero3"], MAIN))
-def test_four_ranks_equal_one_process(world, reference, tmp_path, cell):
-    optimizer, folder = reference
+@pytest.mark.parametrize(("cell", "optimizer"), with_optimizers(MAIN, adamw=["zero3"], sgd=["ddp"]))
+def test_four_ranks_equal_one_process(world, references, tmp_path, cell, optimizer):
+    folder = references(optimizer, SHAPE)
     proofs = world(run_cell, 4, folder, tmp_path, 4, optimizer, CELLS[cell], ShardsWitness)
     check_mechanism(cell, optimizer, proofs, ranks=4)
 
 
 @pytest.mark.case("B8", "G6")
-@pytest.mark.parametrize("cell", slow_except(QUICK, OF_FOUR))
-def test_layouts_of_four_ranks_equal_one_process(world, reference, tmp_path, cell):
-    optimizer, folder = reference
+@pytest.mark.parametrize(("cell", "optimizer"), with_optimizers(OF_FOUR, adamw=["fsdp2-hsdp"]))
+def test_layouts_of_four_ranks_equal_one_process(world, references, tmp_path, cell, optimizer):
+    folder = references(optimizer, SHAPE)
     proofs = world(run_cell, 4, folder, tmp_path, 4, optimizer, OF_FOUR[cell], ShardsWitness)
     check_mechanism(cell, optimizer, proofs, ranks=4)
 
 
 @pytest.mark.nvme
 @pytest.mark.case("E6")
-@pytest.mark.parametrize("what", ["optimizer", "params", "both"])
-def test_nvme_equals_one_process_and_its_files_hold_the_bytes(world, reference, tmp_path, nvme, what):
-    optimizer, folder = reference
+@pytest.mark.parametrize(
+    ("what", "optimizer"), with_optimizers(["optimizer", "params", "both"], adamw=["both"], sgd=["params"])
+)
+def test_nvme_equals_one_process_and_its_files_hold_the_bytes(world, references, tmp_path, nvme, what, optimizer):
+    folder = references(optimizer, SHAPE)
     section = {"device": "nvme", "nvme_path": str(nvme)}
     cpu = {"device": "cpu"}
     zero = {
@@ -104,10 +104,8 @@ def test_nvme_equals_one_process_and_its_files_hold_the_bytes(world, reference, 
     assert list(nvme.iterdir()) == [], "swap files are removed at the end"
 
 
-@pytest.mark.parametrize("reference", ["sgd"], indirect=True)
 @pytest.mark.parametrize("fault", [mean_of_means, one_rank_not_reduced, tie_counted_twice])
 @pytest.mark.parametrize("cell", slow_except(["zero2", "fsdp2"], ["ddp", "zero2", "fsdp2"]))
-def test_a_planted_fault_turns_the_spine_red(world, reference, tmp_path, fault, cell):
-    optimizer, folder = reference
+def test_a_planted_fault_turns_the_spine_red(world, references, tmp_path, fault, cell):
     with pytest.raises(RankFailed, match="is off by"):
-        world(run_cell, 2, folder, tmp_path, 2, optimizer, CELLS[cell], ShardsWitness, fault)
+        world(run_cell, 2, references("sgd", SHAPE), tmp_path, 2, "sgd", CELLS[cell], ShardsWitness, fault)

@@ -119,6 +119,7 @@ def test_check_says_ok_for_a_config_that_runs(write, capsys, tmp_path):
     assert "run.json: ok for 4 x cpu" in capsys.readouterr().out
 
 
+@pytest.mark.alone
 def test_check_answers_in_under_two_seconds_and_loads_no_torch(write):
     path = write(batch={"micro_size": 1})
     code = (

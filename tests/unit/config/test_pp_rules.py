@@ -155,6 +155,7 @@ def test_every_combination_is_ok_or_told_why_not(cli, cells):
         assert ("ok for 8 x cuda" in text) if code == 0 else all(part in text for part in ("rule:", "change:")), text
 
 
+@pytest.mark.alone
 @pytest.mark.case("A12")
 def test_check_answers_at_once_and_without_torch(checkpoint, tmp_path):
     checkpoint(*llama(4))

@@ -10,6 +10,8 @@ import pytest
 from ds_trainer.health import activity
 from ds_trainer.health.activity import Activity
 
+pytestmark = pytest.mark.alone
+
 SPIN = "import time\nend = time.monotonic() + 20\nwhile time.monotonic() < end: pass"
 
 

@@ -12,6 +12,8 @@ from ds_trainer.health.local_peers import LocalPeers, PeerAddress
 from ds_trainer.health.shared_status import SharedStatus
 from ds_trainer.health.status import RankPosition
 
+pytestmark = pytest.mark.alone
+
 CHILD = """
 import time
 from ds_trainer.health.shared_status import SharedStatus

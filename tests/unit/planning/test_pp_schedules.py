@@ -217,6 +217,7 @@ def test_a_short_step_is_filled_up_only_where_the_schedule_needs_it():
     assert next_accepted("interleaved_1f1b", 4, 2, 9) == 10
 
 
+@pytest.mark.alone
 def test_a_schedule_of_64_ranks_and_512_micro_batches_is_made_within_two_seconds():
     start = time.process_time()
     schedule = make_schedule("interleaved_zero_bubble", 64, 2, 512)
