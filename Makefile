@@ -44,7 +44,7 @@ ops: $(INSTALLED_DEV)
 
 test: ops
 	$(TESTS) $(ON_ALL_CORES) -m "not slow and not alone"
-	$(TESTS) -m "not slow" tests/procs tests/gpu
+	$(TESTS) -m "not slow and alone"
 
 test-all: ops
 	$(TESTS) -m slow
