@@ -1,1 +1,1 @@
-"""What is known before a rank starts: checkpoint headers, plans of both parallel axes, schedules, memory. Pure."""
+"""What is planned before a rank starts: checkpoint headers, plans of both parallel axes, schedules, memory. Pure."""

@@ -1,4 +1,4 @@
-"""What is known of a checkpoint from `config.json` and the safetensors headers alone. Pure."""
+"""Reads shapes and limits of a checkpoint from `config.json` and the safetensors headers alone. Pure."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Family:
         conversion: What loading does to checkpoint tensors: None, `rename`, or `merge` (merge, split or transpose).
         tp_plan: Module name of the class for causal language models, every number as `*` -> tensor-parallel style;
             empty where there is no plan.
-        pp_plan: The fields of `ds_trainer.planning.pp_plan.StagePlan`; None where the type cannot be cut into stages.
+        pp_plan: The fields of `ds_trainer.planning.pp_plan.StagePlan`; None where the type cannot be split into stages.
         pp_refused: Why it cannot; None where it can.
     """
 
@@ -60,7 +60,7 @@ class TensorInfo:
     """One tensor of a checkpoint.
 
     Args:
-        dtype: Format by its safetensors name (`F32`, `BF16`, ...).
+        dtype: By its safetensors name (`F32`, `BF16`, ...).
         shape: Shape.
         file: File that holds it, relative to the checkpoint's folder.
     """
@@ -126,7 +126,7 @@ class ModelSpec:
         return max(merged.values(), default=0)
 
     def distinct(self) -> dict[str, TensorInfo]:
-        """Tensors without the copies that a tied model's checkpoint may hold of its embedding."""
+        """Tensors without the duplicates of the embedding that a tied model's checkpoint may hold."""
         embedding = (self.vocab_size, self.hidden_size)
         copies = [name for name, t in self.tensors.items() if t.shape == embedding and not re.search(r"\.\d+\.", name)]
         drop = set(copies[1:]) if self.tied else set()
@@ -170,7 +170,7 @@ def read_spec(folder: str) -> ModelSpec:
 
 
 def quantized_error(folder: str) -> ModelError:
-    """The refusal of a checkpoint that is quantized."""
+    """The error about a checkpoint that is quantized."""
     return ModelError(
         f"config.json of {folder} has a quantization_config",
         "all parameters are trained, so they must be stored as floating-point numbers",

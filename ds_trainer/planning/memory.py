@@ -1,10 +1,10 @@
 """Bytes per parameter that a rank really keeps under ZeRO, beside what the ZeRO paper counts. Pure.
 
-The items were read in DeepSpeed 0.19.8's source and measured at 1, 2 and 4 ranks: unique storages of all live
+The sizes were read in DeepSpeed 0.19.8's source and measured at 1, 2 and 4 ranks: unique storages of all live
 tensors, with communication buckets, swap buffers, activations and gathered parameters kept out or near zero. Buckets
 and swap buffers are set in elements rather than by the model: see `ds_trainer.config.memory_needs`. Nor is what
 depends on the largest parameter counted: at stages 1 and 2 the gradient of one that lies across two ranks' shards is
-kept whole, and optimizer offload has two staging buffers of its size. Under tensor and pipeline parallelism the model
+kept in full, and optimizer offload has two staging buffers of its size. Under tensor and pipeline parallelism the model
 is what one rank holds of it.
 
 Source: Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", section 5.
@@ -47,7 +47,7 @@ class MemoryRow:
     Args:
         items: What is kept; after the last backward all of it, after the step the lasting ones.
         transient: Bytes that the last backward needs on top, and frees before it ends.
-        paper: What the ZeRO paper counts, in these formats.
+        paper: What the ZeRO paper counts, with these dtypes.
         why: Why the two differ.
     """
 
@@ -96,7 +96,7 @@ def bytes_per_parameter(
     stage: int,
     dtype: str,
     grad_dtype: str,
-    data_ranks: int,
+    dp_size: int,
     optimizer: str = "adamw",
     offload_optimizer: Offload = "none",
     offload_param: Offload = "none",
@@ -108,23 +108,23 @@ def bytes_per_parameter(
 
     Args:
         stage: ZeRO stage, 0 to 3.
-        dtype: Format of the forward and backward pass.
-        grad_dtype: Format in which gradients are accumulated.
-        data_ranks: Ranks over which state is sharded.
+        dtype: Of the forward and backward pass.
+        grad_dtype: In which gradients are accumulated.
+        dp_size: Ranks over which state is sharded.
         optimizer: Name as in `optimizer.name`.
         offload_optimizer: Where masters and moments live.
         offload_param: Where the parameters of stage 3 live.
-        accumulation: Micro-batches per step; more than one costs a buffer in one cell (stage 2, host, one format).
+        accumulation: Micro-batches per step; more than one costs a buffer in one cell (stage 2, host, one dtype).
         momentum: Whether sgd keeps a momentum.
 
     Example:
         Stage 2 in fp32 on 2 ranks keeps 4 + 16/2 bytes after the backward pass, and 4 + 12/2 after the step.
     """
-    layout = _Layout(stage, dtype, grad_dtype, data_ranks, offload_optimizer, offload_param, accumulation)
+    layout = _Layout(stage, dtype, grad_dtype, dp_size, offload_optimizer, offload_param, accumulation)
     moments = moment_bytes(optimizer, momentum)
     items = {0: _replicated, 1: _sharded_state, 2: _sharded_state, 3: _sharded_all}[stage](layout, moments)
     # Stage 1 reduces all gradients at the end of the last backward, and only then frees the other ranks' shards; sums
-    # in another format than the gradients' it keeps whole, which `items` counts.
+    # in another dtype than the gradients' it keeps in full, which `items` counts.
     transient = layout.grad_bytes if stage == 1 and not layout.is_mixed else 0
     row = MemoryRow(tuple(item for item in items if item.size), transient, _paper(layout, moments), _why(layout))
     return replace(row, why=f"as in the paper; {row.why}") if row.after_backward == row.paper else row
@@ -133,10 +133,10 @@ def bytes_per_parameter(
 def ddp_bytes_per_parameter(
     dtype: str, optimizer: str = "adamw", *, gradient_as_bucket_view: bool = True, momentum: bool = False
 ) -> MemoryRow:
-    """The row of DDP, which keeps fp32 parameters, gradients and moments whole on every rank.
+    """The row of DDP, which keeps full fp32 parameters, gradients and moments on every rank.
 
     Args:
-        dtype: Format of the forward and backward pass.
+        dtype: Of the forward and backward pass.
         optimizer: Name as in `optimizer.name`.
         gradient_as_bucket_view: Whether gradients lie in the buckets in which they are reduced, which are never freed;
             otherwise the buckets come on top.
@@ -164,16 +164,16 @@ def fsdp2_bytes_per_parameter(
     accumulation: int = 1,
     momentum: bool = False,
 ) -> MemoryRow:
-    """The row of FSDP2, which cuts fp32 parameters, their gradients and moments.
+    """The row of FSDP2, which shards fp32 parameters, their gradients and moments.
 
     Args:
-        dtype: Format of the forward and backward pass.
-        reduce_dtype: Format in which gradients are accumulated and reduced.
-        shards: Ranks over which one copy of the model is cut.
+        dtype: Of the forward and backward pass.
+        reduce_dtype: In which gradients are accumulated and reduced.
+        shards: Ranks over which one replica of the model is sharded.
         optimizer: Name as in `optimizer.name`.
         reshard_after_forward: As in `fully_shard`.
         cpu_offload: Whether shards, gradients and moments lie on the host.
-        accumulation: Micro-batches per step; before the last one their gradients are summed whole on every rank.
+        accumulation: Micro-batches per step; before the last one every rank holds their full sums.
         momentum: Whether sgd keeps a momentum.
     """
     place: Place = "host" if cpu_offload else "device"
@@ -216,7 +216,7 @@ class _Layout:
 
     @property
     def is_mixed(self) -> bool:
-        """Whether gradients are accumulated in another format than they are made in."""
+        """Whether gradients are accumulated in another dtype than they are computed in."""
         return self.dtype != self.grad_dtype
 
     @property

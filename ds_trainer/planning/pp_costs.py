@@ -1,7 +1,7 @@
 """What the parts of a model cost, by the names and shapes of its parameters and by its config.json. Pure.
 
-It is told from a checkpoint's headers as well as from a model's parameters, so that a run can be planned without either
-being loaded. A checkpoint's names need not be the model's: layers are found by the number in a name.
+A checkpoint's headers suffice, as a model's parameters do, so that a run can be planned without loading either. A
+checkpoint's names need not be the model's: layers are found by the number in a name.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ FACTS = (
 
 @dataclass(frozen=True)
 class Costs:
-    """How much of something, such as FLOPs or parameters, falls to each part of a model.
+    """An amount, such as FLOPs or parameters, of each part of a model.
 
     Args:
-        first: To what precedes the layers.
-        layers: To each layer.
-        last: To what follows them.
+        first: Of what precedes the layers.
+        layers: Of each layer.
+        last: Of what follows them.
     """
 
     first: float
@@ -45,7 +45,7 @@ class Costs:
     last: float
 
     def of_stages(self, ranges: StageRanges) -> tuple[float, ...]:
-        """What falls to each stage; the first has what precedes the layers, the last what follows them."""
+        """The amount of each stage; the first has what precedes the layers, the last what follows them."""
         sums = [sum(self.layers[start:stop]) for start, stop in ranges]
         sums[0] += self.first
         sums[-1] += self.last
@@ -87,9 +87,10 @@ class ModelParts:
     def flops(self, positions: int) -> Costs:
         """FLOPs per token of a forward pass; a backward pass takes twice as many everywhere.
 
-        Two for each weight of a matrix, and in attention two for each key that a query meets and each feature of a key
-        and of a value; masks and windows leave a query fewer keys than there are positions. Of a layer's experts those
-        count that a token is sent to. Looking up an embedding takes none, a head as many whether it is tied or not.
+        Two for each weight of a matrix, and in attention two for each key that a query attends to and each feature of a
+        key and of a value; masks and windows leave a query fewer keys than there are positions. Of a layer's experts
+        those count that a token is sent to. Looking up an embedding takes none, a head as many whether it is tied or
+        not.
 
         Source: Chowdhery et al. 2022, "PaLM: Scaling Language Modeling with Pathways", appendix B.
 
@@ -99,7 +100,7 @@ class ModelParts:
         matrices = self.summed({name: self._of_matrix(name, shape) for name, shape in self.shapes.items()})
         layers = list(matrices.layers)
         for layer in self._attending.intersection(range(len(layers))):
-            layers[layer] += 2 * _keys_met(positions, self._window(layer)) * self._features_met
+            layers[layer] += 2 * _attended_keys(positions, self._window(layer)) * self._attended_features
         vocabulary = max((prod(shape) for shape in self.shapes.values() if self._is_vocabulary(shape)), default=0)
         return Costs(0, tuple(layers), 2 * vocabulary)
 
@@ -151,7 +152,7 @@ class ModelParts:
         return str(types[layer]) if isinstance(types, Sequence) and layer < len(types) else None
 
     def _window(self, layer: int) -> int | None:
-        """Keys that a layer's queries meet at most; None: all before them."""
+        """Most keys that a layer's queries attend to; None: all before them."""
         kind = self._type(layer)
         if kind is not None and "chunked" in kind:
             return self._number(("attention_chunk_size",))
@@ -159,7 +160,7 @@ class ModelParts:
         return self._number(("sliding_window",)) if has_window else None
 
     @cached_property
-    def _features_met(self) -> int:
+    def _attended_features(self) -> int:
         """Features of a key and of a value over all query heads."""
         heads, width = self._number(("num_attention_heads",)) or 0, self._number(("hidden_size",)) or 0
         usual = self._number(("head_dim",)) or width // max(heads, 1)
@@ -172,8 +173,8 @@ class ModelParts:
             return 0
         number, active = self._number(_NUM_EXPERTS), self._number(_ACTIVE_EXPERTS)
         is_of_experts = "experts" in name.split(".") or (len(shape) == 3 and shape[0] == number)
-        share = (min(active, number), number) if is_of_experts and number and active else (1, 1)
-        return 2 * prod(shape) * share[0] // share[1]
+        used, total = (min(active, number), number) if is_of_experts and number and active else (1, 1)
+        return 2 * prod(shape) * used // total
 
     def _is_vocabulary(self, shape: tuple[int, ...]) -> bool:
         return len(shape) == 2 and shape[0] == self.facts.get("vocab_size")
@@ -182,7 +183,7 @@ class ModelParts:
         return next((number for name in names if isinstance(number := self.facts.get(name), int)), None)
 
 
-def _keys_met(positions: int, window: int | None) -> float:
-    """Keys that a query meets, on average over a sequence: its own, and those before it in its window."""
+def _attended_keys(positions: int, window: int | None) -> float:
+    """Keys that a query attends to, on average over a sequence: its own, and those before it in its window."""
     window = min(window or positions, positions)
     return (window * (window + 1) / 2 + (positions - window) * window) / positions

@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 _MOST_PER_PASS = 4
 """Characters of the shortest pass, at most: a letter, two digits and a space."""
-_CUT = " ~ "
+_GAP = " ~ "
 
 
 def as_text(timeline: Timeline, width: int) -> str:
     """One line per rank: F, B, I and W with the micro-batch's number, dots where the rank is idle.
 
     Passes of every second stage of a rank are in lower case. Where numbers do not fit, there are letters alone; where
-    these do not fit, the middle of the step is cut out.
+    these do not fit, the middle of the step is left out.
 
     Args:
         timeline: What to draw.
@@ -40,8 +40,8 @@ def as_text(timeline: Timeline, width: int) -> str:
     scale = (min(per_pass, _MOST_PER_PASS) if has_numbers else 1) / shortest
     rows = [_row(timeline, row, scale, has_numbers) for row in timeline.spans]
     if len(rows[0]) > room:
-        start = (room - len(_CUT)) // 2
-        rows = [row[:start] + _CUT + row[len(row) - (room - len(_CUT) - start) :] for row in rows]
+        start = (room - len(_GAP)) // 2
+        rows = [row[:start] + _GAP + row[len(row) - (room - len(_GAP) - start) :] for row in rows]
     return "\n".join(head.ljust(margin) + row.rstrip() for head, row in zip(heads, rows, strict=True))
 
 
@@ -96,7 +96,7 @@ def plot_timeline(timeline: Timeline, path: Path) -> None:
 
     Args:
         timeline: What to draw.
-        path: The picture; its suffix tells the format.
+        path: The picture; its suffix sets the file format.
     """
     import matplotlib
 
@@ -127,8 +127,8 @@ def timeline_figure(timeline: Timeline) -> Figure:
             shown = [span for span in row if span.end > start and span.start < stop]
             _draw_boxes(axes, timeline, rank, shown, edge=min(0.7, room / 15))
             if size >= _SMALLEST_TEXT:
-                uncut = [span for span in shown if span.start >= start and span.end <= stop]
-                _draw_numbers(axes, timeline, rank, uncut, size)
+                complete = [span for span in shown if span.start >= start and span.end <= stop]
+                _draw_numbers(axes, timeline, rank, complete, size)
         axes.set_xlim(start, stop)
         axes.set_ylim(num_ranks - 0.5, -0.5)
         axes.set_yticks(range(num_ranks), [f"rank {rank}" for rank in range(num_ranks)])

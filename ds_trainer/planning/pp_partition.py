@@ -12,9 +12,9 @@ _ROUNDING = 1 + 1e-9
 
 
 def partition(costs: Costs, num_stages: int) -> StageRanges:
-    """Deals layers out so that the slowest stage, for which all others wait, is as fast as can be.
+    """Assigns layers so that the slowest stage, for which all others wait, is as fast as possible.
 
-    Of all ways that make it so, the one whose stages are most alike: the least sum of their squared costs.
+    Of several such partitions, takes the one whose stages are most alike: the least sum of their squared costs.
 
     Args:
         costs: What precedes the layers is the first stage's work, what follows them the last's.
@@ -32,7 +32,7 @@ def partition(costs: Costs, num_stages: int) -> StageRanges:
 
 
 def split_of(pp_split: Iterable[int]) -> StageRanges:
-    """The stages of which the numbers of layers are given."""
+    """The layers of every stage, given their numbers."""
     return tuple(pairwise(accumulate(pp_split, initial=0)))
 
 
@@ -50,7 +50,7 @@ def _least_bound(sums: Sequence[float], num_stages: int) -> float:
 
 
 def _stages_needed(sums: Sequence[float], bound: float) -> float:
-    """The fewest stages none of which costs more, each filled as far as it goes."""
+    """The fewest stages that cost no more than `bound`, each filled as far as possible."""
     count, start = 1, 0
     for stop in range(1, len(sums)):
         if sums[stop] - sums[stop - 1] > bound:

@@ -9,7 +9,7 @@ from ds_trainer.planning.checkpoint_spec import families
 
 @dataclass(frozen=True)
 class StagePlan:
-    """Where a model can be cut into stages: between any two of its layers.
+    """Where a model can be split into stages: between any two of its layers.
 
     Names are those of the class for causal language models. What neither `first` nor `last` names, such as rotary
     embeddings, has no parameters, and every stage has it.
@@ -32,7 +32,7 @@ def stage_plan(model_type: str) -> StagePlan | None:
         model_type: `model_type` of the model's config.
 
     Returns:
-        None: the type cannot be cut, see `pp_unsupported_reason`, or the table does not know it.
+        None: the type cannot be split, see `pp_unsupported_reason`, or the table does not know it.
     """
     family = families().get(model_type)
     if family is None or family.pp_plan is None:
@@ -42,6 +42,6 @@ def stage_plan(model_type: str) -> StagePlan | None:
 
 
 def pp_unsupported_reason(model_type: str) -> str | None:
-    """Why a model type cannot be cut into stages, as `families.json` has it; None where it can, or is not known."""
+    """Why a model type cannot be split into stages, as `families.json` has it; None where it can, or is not known."""
     family = families().get(model_type)
     return None if family is None else family.pp_refused

@@ -1,8 +1,8 @@
 """The order in which each rank of a pipeline does its forward and backward passes: six schedules as plain lists.
 
-A model is cut into stages, a step into micro-batches. A *pass* takes one micro-batch through one stage. What is planned
-and drawn from these lists is what runs: the runtime works through its rank's list, and waits where a pass needs what
-another rank has not sent yet. Pure.
+A model is split into stages, a step into micro-batches. A *pass* takes one micro-batch through one stage. What is
+planned and drawn from these lists is what runs: the runtime works through its rank's list, and waits where a pass needs
+what another rank has not sent yet. Pure.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Schedule:
     Args:
         name: As in `parallel.schedule`.
         num_ranks: Ranks of the pipeline.
-        num_stages: Stages that the model is cut into: `num_ranks` times those of a rank.
+        num_stages: Stages that the model is split into: `num_ranks` times those of a rank.
         num_microbatches: Micro-batches of the step.
         actions: The passes of each rank.
     """

@@ -1,4 +1,4 @@
-"""When each pass of a schedule runs if passes take given times: idle shares, and micro-batches held. Pure."""
+"""When each pass of a schedule runs if passes take given times: idle fractions, and micro-batches held. Pure."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Timeline:
 
     @property
     def idle_of_ranks(self) -> tuple[float, ...]:
-        """The share of the step in which each rank has nothing to do."""
+        """The fraction of the step in which each rank has nothing to do."""
         return tuple(1 - sum(span.end - span.start for span in row) / self.length for row in self.spans)
 
     @property
@@ -69,13 +69,13 @@ def simulate(
     weight: float = 1.0,
     stage_costs: Sequence[float] | None = None,
 ) -> Timeline:
-    """Runs a schedule in imagination: each pass once its rank is free and its hidden states or gradient are there.
+    """Simulates a schedule: each pass starts once its rank is free and its hidden states or gradient are there.
 
     Args:
         schedule: What to run.
         forward: Time of a forward pass.
         input: Time of a backward pass for the gradient of the input.
-        weight: Time of one for those of parameters; a whole backward pass takes both times.
+        weight: Time of one for those of parameters; a full backward pass takes both times.
         stage_costs: What to multiply the times by for each stage; None: all stages are alike. Sending takes no time.
 
     Raises:

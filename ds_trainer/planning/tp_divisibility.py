@@ -1,4 +1,4 @@
-"""Which tensor-parallel sizes a model allows: the numbers of what cannot be cut smaller. Pure.
+"""Which tensor-parallel sizes a model allows, by the numbers of its undivided units, such as heads. Pure.
 
 The check of a config and the one at load share it, so that both name the same sizes.
 """
@@ -12,7 +12,7 @@ from math import gcd
 
 @dataclass(frozen=True, order=True)
 class Unit:
-    """Equal parts that are dealt out whole to the tensor ranks.
+    """Equal parts that are assigned to the tensor-parallel ranks undivided.
 
     Args:
         name: What they are, in the plural: `attention heads`, `rows of mlp.up_proj`.
@@ -25,14 +25,14 @@ class Unit:
     repeats: bool = False
 
     def allows(self, tp: int) -> bool:
-        """Whether every one of `tp` ranks gets equally many, or an equal share of the ranks gets each."""
+        """Whether each of `tp` ranks gets equally many, or each unit is held by equally many ranks."""
         return self.number % tp == 0 or (self.repeats and tp % self.number == 0)
 
     def per_rank(self, tp: int) -> int:
         """How many a rank holds, of a size that is allowed."""
         return max(1, self.number // tp)
 
-    def copies(self, tp: int) -> int:
+    def replicas(self, tp: int) -> int:
         """How many ranks hold each, of a size that is allowed."""
         return max(1, tp // self.number)
 
@@ -53,7 +53,7 @@ def tp_size_problem(tp: int, units: Iterable[Unit]) -> tuple[str, str, str] | No
 
     Args:
         tp: Tensor-parallel size.
-        units: All that the plan deals out.
+        units: All that the plan assigns undivided.
     """
     units = list(units)
     broken: dict[int, str] = {}
@@ -66,7 +66,7 @@ def tp_size_problem(tp: int, units: Iterable[Unit]) -> tuple[str, str, str] | No
     works = "1" if sizes == [1] else f"a size that works: {', '.join(map(str, sizes))}"
     return (
         f"parallel.tp is {tp}, and the model has {', '.join(f'{n} {name}' for n, name in broken.items())}",
-        "each tensor rank holds equally many whole ones; KV heads that are fewer than the ranks are repeated where "
-        "their number divides the ranks'",
+        "each tensor-parallel rank holds equally many, undivided; KV heads that are fewer than the ranks are repeated "
+        "where their number divides the number of ranks",
         f"set parallel.tp to {works}",
     )

@@ -1,4 +1,4 @@
-"""Tensor-parallel plans: which style cuts which module. Pure."""
+"""Tensor-parallel plans: which style shards which module. Pure."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ Source: https://github.com/huggingface/transformers/blob/main/src/transformers/d
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """Which style each module, or parameter, of a model is cut by; what no entry matches stays whole.
+    """Which style each module, or parameter, of a model is sharded by; what no entry matches is not sharded.
 
     Args:
         styles: Name with every number replaced by `*` -> style, as transformers writes its plans.
-        override: Pattern over whole names, `*` standing for any part -> style: comes first, an earlier one before a
+        override: Pattern over full names, `*` standing for any part -> style: comes first, an earlier one before a
             later one.
     """
 

@@ -1,4 +1,4 @@
-"""What each tensor rank will hold of a checkpoint, by `config.json` and the safetensors headers alone. Pure.
+"""What each tensor-parallel rank will hold of a checkpoint, by `config.json` and the safetensors headers alone. Pure.
 
 A checkpoint's names are not always the model's: what the plan does not find here is checked when the model is loaded.
 """
@@ -16,7 +16,7 @@ from ds_trainer.planning.tp_divisibility import Unit
 from ds_trainer.planning.tp_plan import TensorPlan
 
 _BY_HEAD = ("colwise", "qkv_colwise", "rowwise")
-"""Styles under which a projection of an attention module is cut between heads."""
+"""Styles under which a projection of an attention module is sharded between heads."""
 
 COLUMN = ("colwise", "qkv_colwise", "colwise_gather_output", "packed_colwise")
 ROW = ("rowwise", "rowwise_split_input", "packed_rowwise")
@@ -28,7 +28,7 @@ _NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 @dataclass(frozen=True)
 class TensorShards:
-    """How a plan deals out a checkpoint.
+    """How a plan shards a checkpoint.
 
     Args:
         spec: The checkpoint.
@@ -40,17 +40,17 @@ class TensorShards:
 
     @cached_property
     def names_agree(self) -> bool:
-        """Whether the plan finds layers by the checkpoint's names, so that it is known here what is cut."""
+        """Whether the plan finds layers by the checkpoint's names, so that it is known here what is sharded."""
         tensors = self.spec.distinct().items()
         return any(self._style(name) is not None for name, tensor in tensors if not self._is_vocabulary(tensor))
 
     @property
     def shards_anything(self) -> bool:
-        """Whether any tensor of the checkpoint is cut."""
+        """Whether any tensor of the checkpoint is sharded."""
         return any(True for _ in self._planned())
 
     def units(self) -> list[Unit]:
-        """Everything that is dealt out whole, heads first; a vocabulary, and what is gathered again, is padded."""
+        """Everything that is assigned undivided, heads first; not vocabularies and gathered outputs, which are padded."""
         found: dict[Unit, None] = {}
         for name, tensor, style in self._planned():
             if style != "colwise_gather_output" and not self._is_vocabulary(tensor):
@@ -58,29 +58,29 @@ class TensorShards:
         return sorted(found, key=lambda unit: not unit.name.endswith("heads"))
 
     def elements(self, tp: int) -> tuple[int, int]:
-        """Elements of one of `tp` ranks' part of the model, and of its largest parameter; `tp` must be allowed."""
+        """Elements of one of `tp` ranks' shard of the model, and of its largest parameter; `tp` must be allowed."""
         sizes = self.sizes(tp)
         return sum(sizes.values()), self.spec.largest(sizes)
 
     def sizes(self, tp: int) -> dict[str, int]:
-        """Elements of one of `tp` ranks' part of every tensor of the checkpoint; `tp` must be allowed.
+        """Elements of one of `tp` ranks' shard of every tensor of the checkpoint; `tp` must be allowed.
 
-        Where the checkpoint has other names, all matrices count as cut: a run must not be refused for want of memory
-        that it does not need.
+        Where the checkpoint has other names, all matrices count as sharded: a run must not be refused for want of
+        memory that it does not need.
         """
         styles = {name: style for name, _, style in self._planned()}
         sizes = {}
         for name, tensor in self.spec.distinct().items():
-            is_cut = name in styles or (not self.names_agree and len(tensor.shape) > 1)
-            sizes[name] = self._local_size(tensor, styles.get(name, ""), tp) if is_cut else prod(tensor.shape)
+            is_sharded = name in styles or (not self.names_agree and len(tensor.shape) > 1)
+            sizes[name] = self._local_size(tensor, styles.get(name, ""), tp) if is_sharded else prod(tensor.shape)
         return sizes
 
     def table(self, tp: int) -> list[tuple[str, str, str]]:
-        """What there is, how many in the whole model, and how many on each of `tp` ranks."""
+        """What there is, how many in the full model, and how many on each of `tp` ranks."""
         rows = []
         for unit in self.units():
-            copies = unit.copies(tp)
-            shared = f" ({copies} ranks hold the same)" if copies > 1 else ""
+            replicas = unit.replicas(tp)
+            shared = f" ({replicas} ranks hold the same)" if replicas > 1 else ""
             rows.append((unit.name, f"{unit.number}", f"{unit.per_rank(tp)}{shared}"))
         if experts := self._number(_NUM_EXPERTS):
             rows.append(("experts", f"{experts}", f"{experts}, 1/{tp} of each"))
@@ -94,7 +94,7 @@ class TensorShards:
         return rows
 
     def _planned(self) -> Iterator[tuple[str, TensorInfo, str]]:
-        """Name, tensor and style of what is cut."""
+        """Name, tensor and style of what is sharded."""
         for name, tensor in self.spec.distinct().items():
             style = self._style(name)
             if style is None and self._is_vocabulary(tensor) and self._cuts_head:
@@ -104,7 +104,7 @@ class TensorShards:
 
     @property
     def _cuts_head(self) -> bool:
-        """Whether the plan cuts the head; an embedding, tied or not, that it does not name is then cut alike."""
+        """Whether the plan shards the head; an embedding, tied or not, that it does not name is then sharded alike."""
         entries = (entry for entry in (*self.plan.styles, *self.plan.override) if "*" not in entry)
         return any(self.plan.style_of(entry) in COLUMN for entry in entries)
 
@@ -143,7 +143,7 @@ class TensorShards:
             yield Unit(f"features inside {module or 'a block'}", self._length(tensor, style))
 
     def _length(self, tensor: TensorInfo, style: str) -> int:
-        """Length of the dimension that is cut: not that of the residual stream, whichever way the matrix lies."""
+        """Length of the dimension that is sharded: not that of the residual stream, whichever way the matrix lies."""
         if len(tensor.shape) == 1:
             return tensor.shape[0]
         inner = [size for size in tensor.shape[-2:] if size != self.spec.hidden_size]
@@ -152,15 +152,15 @@ class TensorShards:
     def _local_size(self, tensor: TensorInfo, style: str, tp: int) -> int:
         if self._is_vocabulary(tensor):
             return -(-tensor.shape[0] // tp) * tensor.shape[1]
-        return -(-prod(tensor.shape) // tp) * (self._copies(tensor, tp) if style == "colwise" else 1)
+        return -(-prod(tensor.shape) // tp) * (self._replicas(tensor, tp) if style == "colwise" else 1)
 
-    def _copies(self, tensor: TensorInfo, tp: int) -> int:
-        """How many ranks hold the same part of a projection to keys or values."""
+    def _replicas(self, tensor: TensorInfo, tp: int) -> int:
+        """How many ranks hold the same shard of a projection to keys or values."""
         heads, kv_heads = self._heads
         if heads is None or kv_heads is None:
             return 1
         head_dim = self.spec.config.get("head_dim") or (self.spec.hidden_size or 0) // heads
-        return Unit("KV heads", kv_heads, repeats=True).copies(tp) if tensor.shape[0] == kv_heads * head_dim else 1
+        return Unit("KV heads", kv_heads, repeats=True).replicas(tp) if tensor.shape[0] == kv_heads * head_dim else 1
 
     @property
     def _heads(self) -> tuple[int | None, int | None]:

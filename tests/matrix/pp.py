@@ -17,9 +17,9 @@ HEAD = """\
 # Model types under pipeline parallelism
 
 Written by `make matrix-pp` with transformers {transformers} and torch {torch}. Of each model type a small model with
-layers of each kind, head and embedding tied or not, was cut into two stages and into three. It passed where the loss
-and every gradient of a step of two micro-batches of different lengths are those of the whole model, and the stages
-together hold each of its parameters once, but for copies of tied ones.
+layers of each kind, head and embedding tied or not, was split into two stages and into three. It passed where the loss
+and every gradient of a step of two micro-batches of different lengths are those of the full model, and the stages
+together hold each of its parameters once, but for replicas of tied ones.
 
 "Layers" is the list that is split. Multipliers and caps that do nothing by default were given other values. A type is
 refused where its small model shows that more than hidden states goes from layer to layer, or that there is not one list

@@ -22,7 +22,7 @@ and every gradient are those of one process, all entries of the plan match somet
 the plan shards.
 
 The plan is that of transformers, one of ds_trainer, or both: entries of ours over theirs. "Held" is the part of the
-small model's parameters that a rank holds; what no entry names stays whole.
+small model's parameters that a rank holds; what no entry names is not sharded.
 
 | model type | plan of | tp 2 | with sequence parallelism | held |
 |---|---|---|---|---|

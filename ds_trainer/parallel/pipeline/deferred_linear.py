@@ -1,4 +1,4 @@
-"""Linear layers that can put off the gradients of their weights, see `split_backward`.
+"""Linear layers that can defer the gradients of their weights, see `ds_trainer.parallel.deferred_weight_grads`.
 
 Legend: I inputs, D outputs, N all dimensions before them in one.
 """
@@ -20,13 +20,13 @@ from ds_trainer.parallel.tensor.linear import RowParallelLinear
 
 
 def enable_deferred_weight_gradients(model: nn.Module) -> None:
-    """Lets a model's linear layers put off their weights' gradients where a backward pass asks for that.
+    """Lets a model's linear layers defer their weights' gradients within `defer_weight_gradients`.
 
-    A layer whose class has a `forward` of its own is left as it is. Column layers, of which several are one node of the
-    graph, do so without it.
+    A layer whose class overrides `forward` is left as it is. Column layers, of which several are one node of the graph,
+    can defer without it.
     """
     for module in model.modules():
-        behaviour = _IN_TWO.get(type(module).forward)
+        behaviour = _DEFERRING.get(type(module).forward)
         if behaviour is not None:
             mix_in(module, behaviour)
 
@@ -46,7 +46,7 @@ class _RowParallelLinear(RowParallelLinear):
         return linear(x, self.weight, None, self.transposed)
 
 
-_IN_TWO: dict[Any, type[nn.Module]] = {
+_DEFERRING: dict[Any, type[nn.Module]] = {
     nn.Linear.forward: _Linear,
     Conv1D.forward: _Conv1D,
     RowParallelLinear.forward: _RowParallelLinear,
@@ -54,7 +54,7 @@ _IN_TWO: dict[Any, type[nn.Module]] = {
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, transposed: bool = False) -> torch.Tensor:
-    """As `F.linear`, but gradients of weight and bias can be put off.
+    """As `F.linear`, but gradients of weight and bias can be deferred.
 
     Shapes: (..., I) -> (..., D).
 

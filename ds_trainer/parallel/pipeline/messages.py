@@ -1,13 +1,13 @@
 """Which hidden states and gradients each rank of a pipeline sends and receives, and when. Pure.
 
 Messages between two ranks go in the order in which both issue them: NCCL runs them one after the other on the pair's
-communicator, whichever way they go, so that two ranks in disagreement would wait for each other forever. Here all ranks
-take the same order, that of the times at which messages are ready to be sent if all passes take equal times. In each
-rank's list a message stands where its time is among the ends of that rank's own passes: after the pass whose result it
-is, before the one that needs it, and already awaited by the receiver when it is sent.
+communicator, whichever way they go, so that two ranks with different orders would wait for each other forever. Here all
+ranks take the same order, that of the times at which messages are ready to be sent if all passes take equal times. In
+each rank's list a message is placed by that time among the ends of the rank's own passes: after the pass whose result
+it is, and before the pass that needs it. Its receiver already waits for it when it is sent.
 
-So every list is cut out of one sequence of events, in which a message's two ends are one event. That is why no step can
-hang, even if every send waited for its receiver and every receive for its sender.
+So every list is taken from one sequence of events, in which a message's two ends are one event. That is why no step
+can hang, even if every send waited for its receiver and every receive for its sender.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ class Message:
 
 
 class Send(Message):
-    """Gives a message away; it comes after the pass that made it."""
+    """Starts to send a message; comes after the pass that computed it."""
 
     __slots__ = ()
 
 
 class Receive(Message):
-    """Begins to wait for a message; it comes before the pass that reads it, which must wait until it is there."""
+    """Starts to receive a message; comes before the pass that reads it, which waits until it is there."""
 
     __slots__ = ()
 
@@ -58,7 +58,7 @@ Operation = Action | Send | Receive
 
 @lru_cache(maxsize=16)
 def with_messages(schedule: Schedule) -> tuple[tuple[Operation, ...], ...]:
-    """The passes of each rank, with what it sends and receives between them; made once for the same schedule."""
+    """The passes of each rank, with what it sends and receives between them; cached."""
     ended = [(span.end, rank, span.action) for rank, row in enumerate(simulate(schedule).spans) for span in row]
     lists: list[list[Operation]] = [[] for _ in schedule.actions]
     # A rank ends one pass at a time, so that time and rank put passes, and the messages they make, into one order.

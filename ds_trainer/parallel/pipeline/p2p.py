@@ -11,12 +11,12 @@ import torch.distributed as dist
 from ds_trainer.parallel.pipeline.messages import Receive, Send
 
 _UNANSWERED = 2
-"""Messages under way to a rank that sends none back: one to arrive while the other is read."""
+"""Most messages in flight to a rank that sends none back: one arrives while the other is read."""
 
 
 @dataclass(frozen=True)
 class _Sending:
-    """A message that leaves; holds its tensor until it has arrived."""
+    """A message on its way; holds its tensor until it has arrived."""
 
     work: dist.Work
     tensor: torch.Tensor
@@ -34,17 +34,17 @@ class _Receiving:
 class Transport:
     """Sends and receives without waiting, until a message is needed.
 
-    Between two ranks messages of both directions are in the same order on both. So a message that has come says that
-    the peer has received all that was sent to it before: only then are these let go, and their memory is free.
+    Between two ranks messages of both directions are in the same order on both. So a message that has
+    come implies that the peer has received all that was sent to it before: only then are these tensors released.
 
     Comm: point to point over `group`, the bytes of the hidden states. Over NCCL a pair of ranks has one stream for both
     directions; waiting makes the device's current stream wait, not the host.
 
     Args:
         group: The pipeline, over the device's backend.
-        tag: Number of the run: what an earlier run, which an exception ended, has left under way is not taken for this
-            one's (over gloo; over NCCL such a run ends the process).
-        answered: Whether each rank that gets messages sends some back; else few are under way at a time.
+        tag: Number of the run: messages that an earlier run left in flight, when an exception ended it, are not taken
+            for this one's (over gloo; over NCCL such a run ends the process).
+        answered: Whether each rank that gets messages sends some back; else few are in flight at a time.
     """
 
     def __init__(self, group: dist.ProcessGroup, tag: int, answered: bool) -> None:
@@ -70,7 +70,7 @@ class Transport:
         self._receiving[message.kind, message.stage, message.microbatch] = _Receiving(work, buffer, sent_before)
 
     def take(self, kind: str, stage: int, microbatch: int) -> torch.Tensor:
-        """A message that has been asked for before, as soon as it is there."""
+        """A message whose `receive` was started before, as soon as it is there."""
         receiving = self._receiving.pop((kind, stage, microbatch))
         receiving.work.wait()
         for sending in receiving.sent_before:

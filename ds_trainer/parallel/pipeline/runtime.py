@@ -1,4 +1,4 @@
-"""Runs a rank's part of a schedule: its passes and the messages between them, one after the other as they are listed.
+"""Runs a rank's passes of a schedule and the messages between them, one after the other as they are listed.
 
 Legend: B samples, t positions on a rank.
 """
@@ -78,7 +78,7 @@ class _Forwarded:
 
 
 class _Run:
-    """The state of one run, which ends with it, whatever ends it."""
+    """The state of one run; discarded with it, also after an exception."""
 
     def __init__(
         self,
@@ -95,15 +95,15 @@ class _Run:
         self._rank, self._specs, self._device = group.rank(), specs, device
         self._is_training = any(action.kind is not Kind.FORWARD for row in schedule.actions for action in row)
         self._transport = Transport(group, number, answered=self._is_training)
-        self._made: dict[tuple[str, int, int], torch.Tensor] = {}
-        """What passes of this rank made for others, by what it is, the stage that reads it, and the micro-batch."""
+        self._results: dict[tuple[str, int, int], torch.Tensor] = {}
+        """Results of this rank's passes for others: kind, stage that reads it, micro-batch -> tensor."""
         self._forwarded: dict[tuple[int, int], _Forwarded] = {}
         self._deferred: dict[tuple[int, int], DeferredGradients] = {}
 
     def do(self, operation: Operation) -> None:
         """One pass, or the beginning of one message."""
         if isinstance(operation, Send):
-            made = self._made.pop((operation.kind, operation.stage, operation.microbatch))
+            made = self._results.pop((operation.kind, operation.stage, operation.microbatch))
             self._transport.send(operation, made)
         elif isinstance(operation, Receive):
             self._transport.receive(operation, self._buffer(operation))
@@ -115,7 +115,7 @@ class _Run:
         self._transport.end()
 
     def _buffer(self, message: Receive) -> torch.Tensor:
-        """Memory for a message. A gradient looks like the hidden states that it is of, which the next stage reads."""
+        """Memory for a message. A gradient has the spec of its hidden states, which the next stage reads."""
         reader = message.stage if message.kind == "hidden" else message.stage + 1
         known = self._specs.of(reader, message.peer)
         shape = (*self._shapes[message.microbatch], *known.trailing)
@@ -144,9 +144,9 @@ class _Run:
         if following < self._schedule.num_stages:
             peer = self._schedule.rank_of(following)
             self._specs.check(output, following, self._shapes[microbatch], None if peer == self._rank else peer)
-            self._made["hidden", following, microbatch] = output.detach()
+            self._results["hidden", following, microbatch] = output.detach()
         elif self._is_training:
-            self._made["gradient", stage, microbatch] = torch.ones_like(output)
+            self._results["gradient", stage, microbatch] = torch.ones_like(output)
         if self._is_training:
             edge = get_gradient_edge(output) if output.requires_grad else None
             self._forwarded[stage, microbatch] = _Forwarded(hidden, edge)
@@ -160,9 +160,9 @@ class _Run:
         if (hidden := forwarded.hidden) is not None:
             # The stage before waits for one, also where this one's output does not depend on what went in.
             of_hidden = torch.zeros_like(hidden) if hidden.grad is None else hidden.grad
-            self._made["gradient", stage - 1, microbatch] = of_hidden
+            self._results["gradient", stage - 1, microbatch] = of_hidden
 
     def _take(self, kind: str, stage: int, microbatch: int) -> torch.Tensor:
         """What a pass needs, from this rank or from another."""
-        made = self._made.pop((kind, stage, microbatch), None)
+        made = self._results.pop((kind, stage, microbatch), None)
         return self._transport.take(kind, stage, microbatch) if made is None else made

@@ -84,7 +84,7 @@ def test_a_size_works_where_every_number_divides_and_heads_that_are_fewer_repeat
     assert working_sizes([heads, kv_heads]) == [1, 2, 4, 6, 12]
     assert working_sizes([heads, kv_heads, Unit("features", 32)]) == [1, 2, 4]
     assert [kv_heads.per_rank(tp) for tp in (1, 2, 4)] == [2, 1, 1]
-    assert [kv_heads.copies(tp) for tp in (1, 2, 4)] == [1, 1, 2]
+    assert [kv_heads.replicas(tp) for tp in (1, 2, 4)] == [1, 1, 2]
     assert tp_size_problem(4, [heads, kv_heads]) is None
 
 
