@@ -50,7 +50,7 @@ class TensorShards:
         return any(True for _ in self._planned())
 
     def units(self) -> list[Unit]:
-        """Everything that is assigned undivided, heads first; not vocabularies and gathered outputs, which are padded."""
+        """Everything that is assigned undivided, heads first; vocabularies and gathered outputs are padded instead."""
         found: dict[Unit, None] = {}
         for name, tensor, style in self._planned():
             if style != "colwise_gather_output" and not self._is_vocabulary(tensor):
