@@ -60,6 +60,6 @@ def three_steps(name, engine, out):
 
 
 @pytest.mark.parametrize("engine", [engine for engine in ENGINES if engine != "ddp"])
-def test_adafactor_is_refused_where_matrices_are_cut(tmp_path, engine):
-    with pytest.raises(ConfigError, match="adafactor looks at whole matrices, and (ZeRO|FSDP2) cuts them"):
+def test_adafactor_is_refused_where_matrices_are_sharded(tmp_path, engine):
+    with pytest.raises(ConfigError, match="adafactor looks at whole matrices, and (ZeRO|FSDP2) shards them"):
         load_config(run_config(engine, tmp_path) | {"optimizer": {"name": "adafactor"}})
