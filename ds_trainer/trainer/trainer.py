@@ -364,8 +364,9 @@ class Trainer:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Sets what `state_dict` returned."""
+        # The sampler first: how many steps are planned depends on where it goes on.
+        self.run.training_data().sampler.load_state_dict(state["data"], state["global_step"])
         self.state.load_state_dict(state, self.planned_steps())
-        self.run.training_data().sampler.load_state_dict(state["data"], self.state.global_step)
         self.window.load_state_dict(state["window"])
         self.non_finite.in_a_row = state["skipped_in_a_row"]
         if self.lr_scheduler is not None:
