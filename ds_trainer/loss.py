@@ -1,4 +1,4 @@
-"""The loss rule: sums of token losses, divided once by the label tokens of the whole step.
+"""Losses as sums over label tokens; `executors.step` divides them once, by the label tokens of the whole step.
 
 Legend: B samples, T positions, V vocabulary.
 """

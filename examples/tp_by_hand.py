@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_trainer.layout import TensorSharding
 from ds_trainer.parallel.tensor.collectives import gather_sequence, scatter_sequence
-from ds_trainer.parallel.tensor.column_group import ColumnGroup
+from ds_trainer.parallel.tensor.column_linear_group import ColumnGroup
 from ds_trainer.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
 
 BATCH, TOKENS, HIDDEN, WIDTH, HEAD = 2, 10, 64, 256, 8

@@ -279,7 +279,7 @@ def test_the_bytes_of_the_zero_page_are_those_of_the_planner():
         assert [float(n) for n in numbers] == [row.after_backward, row.after_step, row.host, row.nvme, row.paper]
 
 
-def test_the_tolerances_are_those_of_the_spine():
+def test_the_tolerances_are_those_of_the_parity_tests():
     from tests.helpers.parity import GRADIENT_TOLERANCE, LOSS_TOLERANCE, OPTIMIZERS, STEPS, WEIGHT_TOLERANCE
 
     stated = [float(row[1]) for row in rows(VERIFICATION, "what")]

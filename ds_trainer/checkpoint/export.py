@@ -22,8 +22,8 @@ from ds_trainer.host.free_space import space_fault
 from ds_trainer.models.checkpoint_weights import CheckpointWeights
 from ds_trainer.models.conversions import Conversion, export_conversions, tied_groups
 from ds_trainer.models.load_weights import persistent_buffers
+from ds_trainer.models.meta_model import meta_copy, written_class
 from ds_trainer.models.pretrained import set_use_cache
-from ds_trainer.models.skeleton import meta_copy, written_class
 
 _WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ds_trainer.config.deepspeed.keys import TUNING
+from ds_trainer.config.deepspeed.stages_of_keys import TUNING
 
 Status = Literal["mapped", "implied", "refused", "no_effect"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ds_trainer.config.backend import backend
-from ds_trainer.config.deepspeed.keys import OFFLOAD_STAGES
+from ds_trainer.config.deepspeed.stages_of_keys import OFFLOAD_STAGES
 from ds_trainer.config.resolved import ResolvedConfig
 from ds_trainer.config.schema import RunConfig
 from ds_trainer.planning.memory import (

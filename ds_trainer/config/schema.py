@@ -1,4 +1,7 @@
-"""A run's JSON as one object. `None` means: derived at resolve time, with its reason. Pure."""
+"""A run's JSON as one object. `None` means: derived at resolve time, with its reason. Pure.
+
+Keys, their defaults and their doc lines are in `input_sections`, `engine_sections` and `training_sections`.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """The watchdog thread of a rank: reports its status, notices the end of other ranks, and ends this rank in time.
 
 One rank reports a failure: the one that raised an exception, or the first that noticed the death of another. All other
-ranks acknowledge the failure, wait until that rank has written its error and ended, and end without output.
+ranks acknowledge the failure, wait until that rank has written its error and ended, and end without output. When a run
+hangs, and which rank is to blame, is decided in `ds_trainer.health.hang`.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from ds_trainer.layout import ParameterSlice, TensorSlice, rows_covering
 from ds_trainer.log import warn_once
 from ds_trainer.models.conversions import Conversion, load_conversions, tied_groups
 from ds_trainer.models.lazy_tensor import Fill, LazyTensor, NotRecordedError
-from ds_trainer.models.skeleton import meta_copy
+from ds_trainer.models.meta_model import meta_copy
 from ds_trainer.models.weight_source import WeightSource
 from ds_trainer.planning.checkpoint_spec import pickled_files, read_headers, safetensors_files
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from ds_trainer.errors import ModelError
 from ds_trainer.log import get_logger
-from ds_trainer.models.blocks import transformer_blocks
+from ds_trainer.models.transformer_blocks import transformer_blocks
 
 
 def compile_blocks(model: nn.Module) -> None:

@@ -15,7 +15,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from ds_trainer.config.input_sections import ModelConfig
 from ds_trainer.errors import ConfigError, ModelError
 from ds_trainer.models.activation_checkpointing import enable_activation_checkpointing
-from ds_trainer.models.skeleton import skeleton
+from ds_trainer.models.meta_model import skeleton
 from ds_trainer.planning.checkpoint_spec import quantized_error
 
 

@@ -2,7 +2,7 @@
 
 A model is split into stages, a step into micro-batches. A *pass* takes one micro-batch through one stage. What is
 planned and drawn from these lists is what runs: the runtime works through its rank's list, and waits where a pass needs
-what another rank has not sent yet. Pure.
+what another rank has not sent yet. A new one is a row of `_RECIPES` and a name in `config.engine_sections`. Pure.
 """
 
 from __future__ import annotations

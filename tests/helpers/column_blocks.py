@@ -6,7 +6,7 @@ from torch import nn
 
 from ds_trainer.layout import TensorSharding
 from ds_trainer.parallel.tensor.collectives import gather_sequence, scatter_sequence
-from ds_trainer.parallel.tensor.column_group import ColumnGroup
+from ds_trainer.parallel.tensor.column_linear_group import ColumnGroup
 from ds_trainer.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from tests.helpers.threads import fill
 

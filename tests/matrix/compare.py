@@ -19,7 +19,7 @@ from ds_trainer.launch.environment import grid_from_environment
 from ds_trainer.layout import TensorSharding
 from ds_trainer.log import get_logger
 from ds_trainer.loss import CrossEntropy, shifted_labels
-from ds_trainer.models.skeleton import skeleton
+from ds_trainer.models.meta_model import skeleton
 from ds_trainer.models.small_configs import VOCAB, causal_lm_classes, small_configs
 from ds_trainer.models.weight_source import ModuleWeights
 from ds_trainer.parallel.model_split import LocalWeights, ModelSplit

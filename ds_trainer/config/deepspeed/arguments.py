@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from copy import deepcopy
 from typing import Any
 
-from ds_trainer.config.deepspeed.keys import OFFLOAD_DEVICES, STAGES
 from ds_trainer.config.deepspeed.native_keys import unified_keys
+from ds_trainer.config.deepspeed.stages_of_keys import OFFLOAD_DEVICES, STAGES
 from ds_trainer.config.keys import assign, flatten
 from ds_trainer.config.resolved import ResolvedConfig
 from ds_trainer.config.schema import RunConfig

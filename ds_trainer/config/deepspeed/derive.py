@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ds_trainer.config.deepspeed.keys import IGNORED_BY_BF16_OPTIMIZER, STAGES, uses_bf16_optimizer
+from ds_trainer.config.deepspeed.stages_of_keys import IGNORED_BY_BF16_OPTIMIZER, STAGES, uses_bf16_optimizer
 from ds_trainer.config.engine_sections import ZeroConfig
 from ds_trainer.config.resolved import Machine, ModelSize
 from ds_trainer.errors import ConfigError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 
-from ds_trainer.config.deepspeed.keys import (
+from ds_trainer.config.deepspeed.stages_of_keys import (
     IGNORED_BY_BF16_OPTIMIZER,
     OFFLOAD_DEVICES,
     OFFLOAD_STAGES,

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ds_trainer.config.input_sections import ModelConfig
-from ds_trainer.models.blocks import transformer_blocks
+from ds_trainer.models.transformer_blocks import transformer_blocks
 from ds_trainer.parallel.tensor.linear import ColumnParallelLinear
 
 

@@ -13,8 +13,8 @@ from dataclasses import replace
 from math import prod
 from typing import Any
 
-from ds_trainer.config.deepspeed.keys import OFFLOAD_DEVICES, OFFLOAD_STAGES, STAGES
 from ds_trainer.config.deepspeed.native_keys import check_native, unified_keys
+from ds_trainer.config.deepspeed.stages_of_keys import OFFLOAD_DEVICES, OFFLOAD_STAGES, STAGES
 from ds_trainer.config.keys import assign, default, flatten
 from ds_trainer.errors import ConfigError
 from ds_trainer.interop.deepspeed.import_optimizer import (

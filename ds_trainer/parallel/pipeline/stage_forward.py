@@ -22,11 +22,11 @@ import torch
 from torch import nn
 
 from ds_trainer.errors import ModelError
-from ds_trainer.models.blocks import get_hidden_states, map_hidden_states, other_differentiable_args
+from ds_trainer.models.transformer_blocks import get_hidden_states, map_hidden_states, other_differentiable_args
 from ds_trainer.parallel.patching import mix_in, original_class
 from ds_trainer.parallel.pipeline.trace_model import carries_more
-from ds_trainer.parallel.tensor.sequence import stack_of
-from ds_trainer.parallel.tensor.sequence_shard import mapped
+from ds_trainer.parallel.tensor.sequence_parallel import stack_of
+from ds_trainer.parallel.tensor.sequence_positions import mapped
 from ds_trainer.planning.pp_costs import StageRanges
 
 

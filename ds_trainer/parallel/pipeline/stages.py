@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from ds_trainer.models.blocks import has_parameters
+from ds_trainer.models.transformer_blocks import has_parameters
 from ds_trainer.parallel.pipeline.stage_forward import (
     Placeholder,
     SpareSlot,
@@ -23,7 +23,7 @@ from ds_trainer.parallel.pipeline.stage_forward import (
     run_by_stages,
 )
 from ds_trainer.parallel.pipeline.trace_model import ModelTrace, not_splittable
-from ds_trainer.parallel.tensor.sequence import stack_of
+from ds_trainer.parallel.tensor.sequence_parallel import stack_of
 from ds_trainer.planning.pp_costs import StageRanges
 
 

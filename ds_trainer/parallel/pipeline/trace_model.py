@@ -19,8 +19,8 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from ds_trainer.errors import ModelError
-from ds_trainer.models.blocks import block_lists, has_parameters, other_differentiable_args
 from ds_trainer.models.small_configs import VOCAB, small_configs
+from ds_trainer.models.transformer_blocks import block_lists, has_parameters, other_differentiable_args
 from ds_trainer.planning.pp_plan import StagePlan
 
 MIN_LAYERS = 3  # A first one, a last one, and one that is neither.

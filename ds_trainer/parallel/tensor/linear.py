@@ -22,7 +22,7 @@ from ds_trainer.parallel.tensor.collectives import (
     scatter_last_dim,
     sum_gradient,
 )
-from ds_trainer.parallel.tensor.column_group import ColumnGroup
+from ds_trainer.parallel.tensor.column_linear_group import ColumnGroup
 from ds_trainer.parallel.tensor.replicated_shards import ReplicatedShards
 
 

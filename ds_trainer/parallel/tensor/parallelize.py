@@ -14,11 +14,11 @@ from ds_trainer.distributed.process_groups import Mesh
 from ds_trainer.errors import ModelError
 from ds_trainer.log import get_logger
 from ds_trainer.parallel.model_split import ModelSplit
-from ds_trainer.parallel.tensor.column_group import ColumnGroup
+from ds_trainer.parallel.tensor.column_linear_group import ColumnGroup
 from ds_trainer.parallel.tensor.dropout import draw_masks_per_rank, has_dropout
 from ds_trainer.parallel.tensor.linear import ColumnParallelLinear
 from ds_trainer.parallel.tensor.plan_checks import check_tied, check_user_plan, report_misfits_of_first_forward
-from ds_trainer.parallel.tensor.sequence import shard_sequences
+from ds_trainer.parallel.tensor.sequence_parallel import shard_sequences
 from ds_trainer.parallel.tensor.splitter import Splitter
 from ds_trainer.parallel.tensor.styles import STYLES, embedding_rowwise
 from ds_trainer.planning.checkpoint_spec import families

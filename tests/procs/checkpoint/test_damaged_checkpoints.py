@@ -138,7 +138,10 @@ def test_where_no_checkpoint_is_whole_nothing_is_replaced(world, run_dir):
         (lambda path: None, "does not exist"),
         (lambda path: path.write_text(""), "is a file"),
         (lambda path: (path / "checkpoint-3").mkdir(parents=True), "holds checkpoint-3: name one of them"),
-        (lambda path: (path / "global_step3").mkdir(parents=True), "looks like a checkpoint of DeepSpeed, which is pickled"),
+        (
+            lambda path: (path / "global_step3").mkdir(parents=True),
+            "a checkpoint of DeepSpeed, which is pickled",
+        ),
         (lambda path: (path.mkdir(), (path / "config.json").write_text("{}")), "looks like a Hugging Face folder"),
         (lambda path: (path.mkdir(), (path / "manifest.json").write_text("[]")), "is no manifest, which has format"),
         (lambda path: (path.mkdir(), (path / "manifest.json").write_text("{")), "manifest.json cannot be read"),

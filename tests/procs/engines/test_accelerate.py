@@ -17,10 +17,10 @@ from ds_trainer.engines.accelerate import ddp as accelerate_ddp
 from ds_trainer.engines.accelerate import deepspeed as accelerate_deepspeed
 from ds_trainer.engines.accelerate import fsdp2 as accelerate_fsdp2
 from tests.helpers.layouts import CELLS, SHAPE, slow_except
+from tests.helpers.parity_runs import run_cell
 from tests.helpers.resume import check_resumed, killed_and_resumed, train
 from tests.helpers.runs import largest_difference, make_trainer, weights
 from tests.helpers.shards_witness import ShardsWitness, check_mechanism
-from tests.helpers.spine import run_cell
 from tests.helpers.tiny import tiny_llama
 from tests.helpers.world import RankFailed
 

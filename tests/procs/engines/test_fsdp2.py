@@ -1,4 +1,4 @@
-"""What FSDP2 does beside the spine: ties, groups, formats, norms, passes without gradients, and failures."""
+"""What FSDP2 does beside the parity tests: ties, groups, formats, norms, passes without gradients, and failures."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""What engines do about pipeline stages beyond the spine: loss scales, non-finite gradients, parameter groups."""
+"""Engines and pipeline stages beyond the parity tests: loss scales, non-finite gradients, parameter groups."""
 
 from __future__ import annotations
 

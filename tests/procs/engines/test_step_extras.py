@@ -15,9 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ds_trainer.errors import ModelError
 from ds_trainer.trainer.trainer import Trainer
 from tests.helpers.layouts import CELLS, SHAPE, slow_except
+from tests.helpers.parity_runs import run_cell
 from tests.helpers.runs import D8, collate, largest_difference, make_trainer, run_config, weights
 from tests.helpers.shards_witness import ShardsWitness
-from tests.helpers.spine import run_cell
 from tests.helpers.tiny import oracle, tiny_llama
 
 CHUNK = 7
@@ -51,7 +51,7 @@ class Operators(TorchDispatchMode):
 
 
 def run_with(reference: Path, out: Path, engine: str, sections: dict) -> tuple[int, float]:
-    """A cell of the spine, which holds it against one process that does nothing of this."""
+    """A cell of the parity tests, which holds it against one process that does nothing of this."""
     cell = CELLS[engine] | sections
     cell["model"] = {"path": str(reference / "checkpoint")} | cell.get("model", {})
     with Operators() as operators:

@@ -1,4 +1,4 @@
-"""What engines do about tensor ranks beyond the spine: copies that must not drift, norms, loss scales, gathers."""
+"""Engines and tensor-parallel ranks beyond the parity tests: replicas that must not drift, norms, loss scales, gathers."""
 
 from __future__ import annotations
 

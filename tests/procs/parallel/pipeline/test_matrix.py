@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 
-from ds_trainer.models.blocks import map_hidden_states
+from ds_trainer.models.transformer_blocks import map_hidden_states
 from ds_trainer.parallel.make_families import stages
 from ds_trainer.parallel.pipeline.split import split_into_stages
 from ds_trainer.planning.checkpoint_spec import families

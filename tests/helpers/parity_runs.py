@@ -1,4 +1,4 @@
-"""The parity runner of all spines: one layout on this rank, held to one process's run step by step."""
+"""The parity runner of all parity tests: one layout on this rank, held to one process's run step by step."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The spine through a pipeline: every schedule, engine and combination with other axes gives one process's steps.
+"""Parity through a pipeline: every schedule, engine and combination with other axes gives one process's steps.
 
-Tolerances are the spine's (tests/helpers/parity.py): losses within 1e-6, gradients within 1e-5 of their tensor's
+Tolerances are the parity tests' (tests/helpers/parity.py): losses within 1e-6, gradients within 1e-5 of their tensor's
 largest element, since sums are taken in another order. Eight layers, which four ranks with two stages each need,
-amplify that: at the spine's learning rates one process in fp32 is 4e-5 away from itself in fp64 after four steps, at a
+amplify that: at the usual learning rates one process in fp32 is 4e-5 away from itself in fp64 after four steps, at a
 fifth and a tenth of them 3e-6. In bf16 a stage computes what the same layers compute in one
 process, so that the first step's gradients, sums in fp32 of many in bf16, are held as tight; only a tied weight's two
 parts are rounded one by one. From the second step on a weight may be rounded the other way, which eight layers make
@@ -24,8 +24,8 @@ from ds_trainer.planning.pp_schedules import default_virtual_stages, make_schedu
 from ds_trainer.planning.pp_timeline import simulate
 from tests.helpers import parity
 from tests.helpers.parity import Recorder
+from tests.helpers.parity_runs import run_cell
 from tests.helpers.runs import D8, largest_difference, make_trainer, weights
-from tests.helpers.spine import run_cell
 from tests.helpers.tiny import oracle, tiny_llama
 from tests.helpers.world import RankFailed
 
@@ -58,7 +58,7 @@ def cell(engine: str, schedule: str, pp: int = 2, **parallel) -> dict:
 
 @pytest.fixture
 def reference(references):
-    """`reference(optimizer, precision, **shape)`: one process's run at the learning rates of this spine."""
+    """`reference(optimizer, precision, **shape)`: one process's run at the learning rates of the parity tests."""
     return lambda optimizer, precision="fp32", **shape: references(optimizer, SHAPE | shape, LR[optimizer], precision)
 
 
@@ -269,13 +269,13 @@ def test_bf16_with_sums_in_fp32_equals_one_process(world, reference, tmp_path, e
         pytest.param(a_microbatch_counts_twice, "gradient of .* is off by", marks=pytest.mark.slow),
     ],
 )
-def test_a_planted_fault_turns_the_spine_red(world, reference, tmp_path, fault, message):
+def test_a_planted_fault_is_detected(world, reference, tmp_path, fault, message):
     with pytest.raises(RankFailed, match=message):
         world(run_stages, 2, reference("sgd"), tmp_path, 1, "sgd", cell("ddp", "1f1b"), fault)
 
 
 @pytest.mark.slow
-def test_sums_in_bf16_turn_the_spine_red(world, reference, tmp_path):
+def test_sums_in_bf16_are_detected(world, reference, tmp_path):
     sections = cell("fsdp2", "zbv") | {"precision": {"dtype": "bf16"}}
     with pytest.raises(RankFailed, match="gradient of .* is off by"):
         world(run_stages, 2, reference("sgd", "bf16"), tmp_path, 1, "sgd", sections, gradients_summed_in_bf16)

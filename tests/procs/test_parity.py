@@ -1,12 +1,12 @@
-"""The spine: every layout gives one process's losses, gradients, norms and weights. Planted faults turn it red."""
+"""Parity: every layout gives one process's losses, gradients, norms and weights. Planted faults are detected."""
 
 from __future__ import annotations
 
 import pytest
 
 from tests.helpers.layouts import CELLS, OF_FOUR, SHAPE, STAGE3, deepspeed, slow_except, with_optimizers
+from tests.helpers.parity_runs import run_cell
 from tests.helpers.shards_witness import ShardsWitness, check_mechanism
-from tests.helpers.spine import run_cell
 from tests.helpers.world import RankFailed
 
 MAIN = ["ddp", "zero1", "zero2", "zero3", "zero2-cpu", "zero3-cpu"]
@@ -106,6 +106,6 @@ def test_nvme_equals_one_process_and_its_files_hold_the_bytes(world, references,
 
 @pytest.mark.parametrize("fault", [mean_of_means, one_rank_not_reduced, tie_counted_twice])
 @pytest.mark.parametrize("cell", slow_except(["zero2", "fsdp2"], ["ddp", "zero2", "fsdp2"]))
-def test_a_planted_fault_turns_the_spine_red(world, references, tmp_path, fault, cell):
+def test_a_planted_fault_is_detected(world, references, tmp_path, fault, cell):
     with pytest.raises(RankFailed, match="is off by"):
         world(run_cell, 2, references("sgd", SHAPE), tmp_path, 2, "sgd", CELLS[cell], ShardsWitness, fault)

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from ds_trainer.layout import TensorSharding
-from ds_trainer.parallel.tensor import collectives
+from ds_trainer.parallel.tensor import collectives, column_linear_group
 from ds_trainer.parallel.tensor.collectives import gather_sequence, scatter_sequence
 from tests.helpers.column_blocks import BLOCKS, MLP, Attention, B, H, T, gathered, make, split
 from tests.helpers.threads import Communication, local_part, on_threads
@@ -168,7 +168,8 @@ def overlap_on_rank(group, kind, x, sequence_parallel):
     with pytest.MonkeyPatch.context() as patch:
         for function, name in names.items():
             patch.setattr(
-                f"ds_trainer.parallel.tensor.column_group.{function}", watched(getattr(collectives, function), name)
+                f"{column_linear_group.__name__}.{function}",
+                watched(getattr(collectives, function), name),
             )
         with order:
             sum(output.sum() for output in outputs).backward()

@@ -1,4 +1,4 @@
-"""The spine under tensor parallelism: every engine, with and without sequence and data parallelism beside it."""
+"""Parity under tensor parallelism: every engine, with and without sequence and data parallelism beside it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from tests.helpers.layouts import SHAPE, with_tensor_ranks
 from tests.helpers.parity import STEPS
-from tests.helpers.spine import run_cell
+from tests.helpers.parity_runs import run_cell
 from tests.helpers.world import RankFailed
 
 TP = 2
@@ -132,7 +132,7 @@ def test_tensor_ranks_beside_copies_of_the_model_equal_one_process(world, refere
     ("fault", "message"),
     [(input_gradients_not_summed, "gradient of .* is off by"), (copies_counted_twice, "norms .* != ")],
 )
-def test_a_planted_fault_turns_the_spine_red(world, references, tmp_path, fault, message):
+def test_a_planted_fault_is_detected(world, references, tmp_path, fault, message):
     with pytest.raises(RankFailed, match=message):
         world(run_cell, TP, references("sgd", SHAPE), tmp_path, 1, "sgd", with_tensor_ranks("ddp"), Witness, fault)
 

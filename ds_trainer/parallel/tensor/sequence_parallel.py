@@ -25,14 +25,14 @@ import torch
 from torch import nn
 
 from ds_trainer.errors import ModelError
-from ds_trainer.models.blocks import block_lists, has_parameters, map_hidden_states
+from ds_trainer.models.transformer_blocks import block_lists, has_parameters, map_hidden_states
 from ds_trainer.parallel.patching import mix_in
 from ds_trainer.parallel.tensor.block_structure import called_modules, closing_row_layer, final_norm, is_pointwise
 from ds_trainer.parallel.tensor.collectives import scatter_sequence
 from ds_trainer.parallel.tensor.dropout import draw_seed
 from ds_trainer.parallel.tensor.grad_allreduce import PartialGradients, summed_gradients
 from ds_trainer.parallel.tensor.linear import ColumnParallelLinear, ParallelLinear, RowParallelLinear
-from ds_trainer.parallel.tensor.sequence_shard import Positions, gathered, mapped, tensors
+from ds_trainer.parallel.tensor.sequence_positions import Positions, gathered, mapped, tensors
 from ds_trainer.parallel.tensor.splitter import Splitter
 
 _SHARDING = "sequence_sharding"
