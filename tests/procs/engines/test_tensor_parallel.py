@@ -1,4 +1,4 @@
-"""Engines and tensor-parallel ranks beyond the parity tests: replicas that must not drift, norms, loss scales, gathers."""
+"""Engines and tensor-parallel ranks beyond the parity tests: equal replicas, norms, loss scales, gathers."""
 
 from __future__ import annotations
 
