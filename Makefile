@@ -17,7 +17,8 @@ INSTALLED_DEV := $(VENV)/.installed-dev
 MODEL := $(DEMO)/SmolLM2-135M-Instruct/config.json
 DATA := $(DEMO)/data/eval.jsonl
 RANKS = $$(python -c "import torch; print(min(2, torch.cuda.device_count()) or 2)")
-# One process for each core, each of which takes whole files; what runs `alone` starts ranks or measures time.
+# One process for each core, each of which takes whole files: ranks wait for one another a good part of their time.
+# What runs `alone` starts real launchers, kills ranks or measures time.
 TESTS := OMP_NUM_THREADS=1 python -m pytest -rs
 ON_ALL_CORES := --numprocesses logical --dist loadfile --no-loadscope-reorder
 # The CPU's cores, shared by two ranks.

@@ -22,14 +22,26 @@ from tests.helpers.world import World  # noqa: E402
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-TIERS_ALONE = {"procs", "e2e", "gpu"}
+# Real launchers, ranks that are killed or that hang, and what is timed.
+ALONE = (
+    "e2e",
+    "gpu",
+    "procs/callbacks/test_trackers.py",
+    "procs/checkpoint/test_kill.py",
+    "procs/data/test_workers.py",
+    "procs/distributed",
+    "procs/health",
+    "procs/host",
+    "procs/trainer/test_stop_signals.py",
+)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Ranks of a test fill the machine: those tiers run `alone`, as do tests that say so."""
+    """Marks what no other test may run beside."""
+    folders = [Path(__file__).parent / name for name in ALONE]
     for item in items:
-        if item.path.relative_to(Path(__file__).parent).parts[0] in TIERS_ALONE:
+        if any(item.path.is_relative_to(folder) for folder in folders):
             item.add_marker("alone")
 
 
