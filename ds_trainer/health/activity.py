@@ -16,8 +16,8 @@ import psutil
 _SAMPLES = 3
 """Computing and I/O are averaged over so many samples, and a thread has to wait for a disk in so many in a row: one
 moment of a library's housekeeping, or of paging on a busy machine, does not count as activity."""
-_OWN_LOAD = 0.01
-"""Fraction of a core; a loop of `time.sleep(1)` takes a hundredth of that."""
+_OWN_LOAD = 0.03
+"""Fraction of a core; gloo's threads, which poll, take 0.01 to 0.02 of a slow one in a rank that stands still."""
 _CHILD_LOAD = 0.1
 """Fraction of a core; a tracker's child takes a hundredth, workers that read or compile take far more."""
 _BYTES_PER_S = 16_384
