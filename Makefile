@@ -1,7 +1,7 @@
 # make train   fine-tunes a real checkpoint on this machine's GPUs, or on its CPU
 # make test    runs the tests; `make test-all` the slow ones, which start real launchers; `make kill-test` kills runs
 # make matrix-tp  splits every model type that has a plan for tensor parallelism, and writes docs/tp_matrix.md
-# make matrix-pp  cuts every model type into the stages of a pipeline, and writes docs/pp_matrix.md
+# make matrix-pp  splits every model type into the stages of a pipeline, and writes docs/pp_matrix.md
 # Each sets up .venv first where it is missing.
 
 PYTHON ?= python3

@@ -114,6 +114,15 @@ def test_importing_the_pure_modules_and_the_command_line_loads_no_heavy_library(
     assert not HEAVY & set(done.stdout.split())
 
 
+def test_files_and_functions_can_be_read_at_once():
+    long = {m: n for m, path in MODULES.items() if (n := len(path.read_text().splitlines())) > 400}
+    for module, path in MODULES.items():
+        for node in ast.walk(ast.parse(path.read_bytes())):
+            if isinstance(node, ast.FunctionDef) and (n := node.end_lineno - node.lineno + 1) > 60:
+                long[f"{module}.{node.name}"] = n
+    assert not long, "at most 400 lines in a file, 60 in a function"
+
+
 def test_no_test_imports_another():
     importing = {}
     for path in sorted((ROOT / "tests").rglob("*.py")):
