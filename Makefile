@@ -48,7 +48,8 @@ test: ops
 	$(TESTS) -m "not slow and alone"
 
 test-all: ops
-	$(TESTS) -m slow
+	$(TESTS) $(ON_ALL_CORES) -m "slow and not alone"
+	$(TESTS) -m "slow and alone"
 
 # A failure names its seed: python -m tests.kill_test --seed N repeats it.
 kill-test: ops
