@@ -1,12 +1,10 @@
 """A pipeline in a config: ranks, stages, micro-batches, what other keys allow, and what is printed of it."""
 
 import json
-import struct
 import subprocess
 import sys
 import time
 from itertools import combinations, product
-from math import prod
 from random import Random
 
 import pytest
@@ -23,7 +21,6 @@ from ds_trainer.config.training_sections import BatchConfig
 from ds_trainer.errors import ConfigError, ConfigErrors
 from ds_trainer.host.preflight import host_parts
 from ds_trainer.interop.torch.snippet import ddp_snippet, fsdp2_snippet
-from ds_trainer.planning.checkpoint_spec import read_spec
 from ds_trainer.planning.pp_schedules import NAMES
 from tests.helpers.deepspeed_reads import accept
 from tests.helpers.table import table
@@ -54,24 +51,6 @@ def llama(layers, tied=True, hidden=64, vocab=65, **config):
     facts = {"model_type": "llama", "tie_word_embeddings": tied, "hidden_size": hidden, "vocab_size": vocab}
     facts |= {"num_attention_heads": 4, "num_key_value_heads": 4, "num_hidden_layers": layers}
     return facts | {"max_position_embeddings": 4096} | config, tensors
-
-
-@pytest.fixture
-def checkpoint(tmp_path):
-    """Writes a checkpoint of which only the headers are real: its file is sparse."""
-
-    def write(config, tensors):
-        header, end = {}, 0
-        for name, shape in tensors.items():
-            header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [end, end := end + 2 * prod(shape)]}
-        text = json.dumps(header).encode()
-        (tmp_path / "config.json").write_text(json.dumps(config))
-        with (tmp_path / "model.safetensors").open("wb") as file:
-            file.write(struct.pack("<Q", len(text)) + text)
-            file.truncate(8 + len(text) + end)
-        return read_spec(str(tmp_path))
-
-    return write
 
 
 @pytest.fixture

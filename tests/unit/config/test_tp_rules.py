@@ -1,8 +1,6 @@
 """Tensor parallelism in a config: ranks, sizes that divide, what other keys allow, and what is printed of it."""
 
 import json
-import struct
-from math import prod
 from types import SimpleNamespace
 
 import pytest
@@ -59,24 +57,6 @@ def llama_sizes(heads=8, kv_heads=2, hidden=64, width=96, vocab=65, **config):
     sizes = {"hidden_size": hidden, "intermediate_size": width, "vocab_size": vocab}
     sizes |= {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
     return {"model_type": "llama", "tie_word_embeddings": True, **sizes, **config}, tensors
-
-
-@pytest.fixture
-def checkpoint(tmp_path):
-    """Writes a checkpoint of which only the headers are real: its file is sparse."""
-
-    def write(config, tensors):
-        header, end = {}, 0
-        for name, shape in tensors.items():
-            header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [end, end := end + 2 * prod(shape)]}
-        text = json.dumps(header).encode()
-        (tmp_path / "config.json").write_text(json.dumps(config))
-        with (tmp_path / "model.safetensors").open("wb") as file:
-            file.write(struct.pack("<Q", len(text)) + text)
-            file.truncate(8 + len(text) + end)
-        return read_spec(str(tmp_path))
-
-    return write
 
 
 def test_a_size_works_where_every_number_divides_and_heads_that_are_fewer_repeat():
