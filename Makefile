@@ -1,5 +1,6 @@
 # make train   fine-tunes a real checkpoint on this machine's GPUs, or on its CPU
 # make test    runs the tests; `make test-all` the slow ones, which start real launchers; `make kill-test` kills runs
+# make test-full  runs the cells of the matrices that those two take samples of
 # make matrix-tp  splits every model type that has a plan for tensor parallelism, and writes docs/tp_matrix.md
 # make matrix-pp  splits every model type into the stages of a pipeline, and writes docs/pp_matrix.md
 # Each sets up .venv first where it is missing.
@@ -26,7 +27,7 @@ THREADS = $$(python -c "import os; print(max(1, os.cpu_count() // 2))")
 CHECK_PYTHON := import sys; sys.exit(sys.version_info < (3, 11) and "needs Python 3.11+: make PYTHON=python3.11")
 PIP := python -m pip install --no-compile --constraint constraints.txt
 
-.PHONY: train announce ops test test-all kill-test matrix-tp matrix-pp lint families clean
+.PHONY: train announce ops test test-all test-full kill-test matrix-tp matrix-pp lint families clean
 
 train: announce $(INSTALLED) $(MODEL) $(DATA)
 	OMP_NUM_THREADS=$(THREADS) deepspeed --num_gpus $(RANKS) examples/train.py --config examples/demo/demo.json
@@ -44,12 +45,15 @@ ops: $(INSTALLED_DEV)
 	ds-trainer doctor --build-ops
 
 test: ops
-	$(TESTS) $(ON_ALL_CORES) -m "not slow and not alone"
-	$(TESTS) -m "not slow and alone"
+	$(TESTS) $(ON_ALL_CORES) -m "not slow and not full and not alone"
+	$(TESTS) -m "not slow and not full and alone"
 
 test-all: ops
 	$(TESTS) $(ON_ALL_CORES) -m "slow and not alone"
 	$(TESTS) -m "slow and alone"
+
+test-full: ops
+	$(TESTS) $(ON_ALL_CORES) -m full
 
 # A failure names its seed: python -m tests.kill_test --seed N repeats it.
 kill-test: ops

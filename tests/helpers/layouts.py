@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-import pytest
-
 # A layer with three matrices of 1M elements and a tied embedding of 1M: at 4 ranks each shard is still 1 MiB in fp32,
 # below which DeepSpeed leaves it in memory whatever the config says.
 SHAPE = {"hidden": 512, "layers": 1, "vocab": 2051, "intermediate": 2048}
@@ -53,18 +49,3 @@ def with_tensor_ranks(cell: str, **parallel) -> dict:
     """The sections of a cell, with two tensor-parallel ranks beside its own."""
     sections = CELLS[cell]
     return sections | {"parallel": sections["parallel"] | {"tp": 2} | parallel}
-
-
-def slow_except(quick: Iterable[str], names: Iterable[str]) -> list:
-    """Parameters of a test: of `names` those that are not in `quick` are left to `make test-all`."""
-    return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in names]
-
-
-def with_optimizers(names: Iterable[str], *, adamw: Iterable[str], sgd: Iterable[str] = ()) -> list:
-    """Pairs of a name and an optimizer: those that are not listed for it are left to `make test-all`."""
-    pairs = [("adamw", adamw), ("sgd", sgd)]
-    return [
-        pytest.param(name, optimizer, marks=[] if name in quick else [pytest.mark.slow], id=f"{name}-{optimizer}")
-        for optimizer, quick in pairs
-        for name in names
-    ]

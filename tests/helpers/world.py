@@ -34,6 +34,7 @@ PRELOAD = [
     "ds_trainer.trainer.trainer",
     "pytest",
     "tests.helpers.parity",
+    "tests.helpers.warm_up",
 ]
 
 

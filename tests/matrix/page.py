@@ -64,6 +64,12 @@ class Matrix:
         head = self.head.format(transformers=transformers.__version__, torch=torch.__version__.partition("+")[0])
         return head + "".join(self.row(name, of_type) + "\n" for name, of_type in sorted(outcomes.items()))
 
+    def read(self) -> dict[str, list[str]]:
+        """The columns of the page's table behind the first, by model type."""
+        lines = self.path.read_text().partition("|---|")[2].splitlines()[1:]
+        cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+        return {name: columns for name, *columns in cells}
+
     def main(self, program: str, all_types: list[str]) -> int:
         """Runs the types that the command line names and prints them, or all, and writes the page.
 

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 
-from tests.helpers.layouts import CELLS, OF_FOUR, SHAPE, STAGE3, deepspeed, slow_except, with_optimizers
+from tests.helpers.layouts import CELLS, OF_FOUR, SHAPE, STAGE3, deepspeed
 from tests.helpers.parity_runs import run_cell
 from tests.helpers.shards_witness import ShardsWitness, check_mechanism
+from tests.helpers.tiers import tiers
 from tests.helpers.world import RankFailed
 
 MAIN = ["ddp", "zero1", "zero2", "zero3", "zero2-cpu", "zero3-cpu"]
-QUICK = ["ddp", "zero0", "zero1", "zero2", "zero3", "zero2-cpu", "zero3-cpu-params", "fsdp2", "fsdp2-keep"]
-"""One of every way to shard and keep; `make test-all` runs the others too."""
+OPTIMIZERS = ("adamw", "sgd")
+QUICK = [("ddp", "adamw"), ("zero1", "adamw"), ("zero3", "adamw"), ("zero2-cpu", "adamw"), ("fsdp2", "adamw")]
+QUICK += [("zero2", "sgd"), ("fsdp2", "sgd")]
+SLOW = [(cell, "adamw") for cell in CELLS] + [("ddp", "sgd"), ("zero3", "sgd")]
+FOUR_RANKS = tiers(
+    product(MAIN, OPTIMIZERS),
+    quick=[("zero3", "adamw")],
+    slow=[("ddp", "sgd"), ("zero2", "adamw"), ("zero3-cpu", "sgd")],
+)
+HYBRID = tiers(product(OF_FOUR, OPTIMIZERS), quick=[("fsdp2-hsdp", "adamw")], slow=[("fsdp2-number", "sgd")])
 
 
 def mean_of_means(trainer) -> None:
@@ -38,9 +49,7 @@ def tie_counted_twice(trainer) -> None:
 
 
 @pytest.mark.case("B1", "B8", "E7", "G6")
-@pytest.mark.parametrize(
-    ("cell", "optimizer"), with_optimizers(CELLS, adamw=QUICK, sgd=["ddp", "zero2", "zero3", "fsdp2"])
-)
+@pytest.mark.parametrize(("cell", "optimizer"), tiers(product(CELLS, OPTIMIZERS), quick=QUICK, slow=SLOW))
 def test_two_ranks_equal_one_process(world, references, tmp_path, cell, optimizer):
     folder = references(optimizer, SHAPE)
     proofs = world(run_cell, 2, folder, tmp_path, 2, optimizer, CELLS[cell], ShardsWitness)
@@ -50,7 +59,11 @@ def test_two_ranks_equal_one_process(world, references, tmp_path, cell, optimize
 @pytest.mark.case("B8")
 @pytest.mark.parametrize(
     ("cell", "optimizer"),
-    with_optimizers(["ddp", "zero0", "zero2", "zero3", "fsdp2"], adamw=["fsdp2"], sgd=["zero0"]),
+    tiers(
+        product(["ddp", "zero0", "zero2", "zero3", "fsdp2"], OPTIMIZERS),
+        quick=[("fsdp2", "adamw"), ("zero0", "sgd")],
+        slow=[("zero3", "adamw"), ("zero2", "sgd")],
+    ),
 )
 def test_one_rank_equals_plain_torch(world, references, tmp_path, cell, optimizer):
     folder = references(optimizer, SHAPE)
@@ -58,7 +71,7 @@ def test_one_rank_equals_plain_torch(world, references, tmp_path, cell, optimize
 
 
 @pytest.mark.case("B8")
-@pytest.mark.parametrize(("cell", "optimizer"), with_optimizers(MAIN, adamw=["zero3"], sgd=["ddp"]))
+@pytest.mark.parametrize(("cell", "optimizer"), FOUR_RANKS)
 def test_four_ranks_equal_one_process(world, references, tmp_path, cell, optimizer):
     folder = references(optimizer, SHAPE)
     proofs = world(run_cell, 4, folder, tmp_path, 4, optimizer, CELLS[cell], ShardsWitness)
@@ -66,7 +79,7 @@ def test_four_ranks_equal_one_process(world, references, tmp_path, cell, optimiz
 
 
 @pytest.mark.case("B8", "G6")
-@pytest.mark.parametrize(("cell", "optimizer"), with_optimizers(OF_FOUR, adamw=["fsdp2-hsdp"]))
+@pytest.mark.parametrize(("cell", "optimizer"), HYBRID)
 def test_layouts_of_four_ranks_equal_one_process(world, references, tmp_path, cell, optimizer):
     folder = references(optimizer, SHAPE)
     proofs = world(run_cell, 4, folder, tmp_path, 4, optimizer, OF_FOUR[cell], ShardsWitness)
@@ -76,7 +89,12 @@ def test_layouts_of_four_ranks_equal_one_process(world, references, tmp_path, ce
 @pytest.mark.nvme
 @pytest.mark.case("E6")
 @pytest.mark.parametrize(
-    ("what", "optimizer"), with_optimizers(["optimizer", "params", "both"], adamw=["both"], sgd=["params"])
+    ("what", "optimizer"),
+    tiers(
+        product(["optimizer", "params", "both"], OPTIMIZERS),
+        quick=[("both", "adamw")],
+        slow=[("optimizer", "adamw"), ("params", "sgd")],
+    ),
 )
 def test_nvme_equals_one_process_and_its_files_hold_the_bytes(world, references, tmp_path, nvme, what, optimizer):
     folder = references(optimizer, SHAPE)
@@ -105,7 +123,7 @@ def test_nvme_equals_one_process_and_its_files_hold_the_bytes(world, references,
 
 
 @pytest.mark.parametrize("fault", [mean_of_means, one_rank_not_reduced, tie_counted_twice])
-@pytest.mark.parametrize("cell", slow_except(["zero2", "fsdp2"], ["ddp", "zero2", "fsdp2"]))
+@pytest.mark.parametrize("cell", tiers(["ddp", "zero2", "fsdp2"], quick=["zero2"], slow=["fsdp2"]))
 def test_a_planted_fault_is_detected(world, references, tmp_path, fault, cell):
     with pytest.raises(RankFailed, match="is off by"):
         world(run_cell, 2, references("sgd", SHAPE), tmp_path, 2, "sgd", CELLS[cell], ShardsWitness, fault)

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,7 @@ from tests.helpers import parity
 from tests.helpers.parity import Recorder
 from tests.helpers.parity_runs import run_cell
 from tests.helpers.runs import D8, largest_difference, make_trainer, weights
+from tests.helpers.tiers import tiers
 from tests.helpers.tiny import oracle, tiny_llama
 from tests.helpers.world import RankFailed
 
@@ -46,6 +48,7 @@ ENGINES: dict[str, dict] = {
     },
 }
 BF16 = ("ddp", "fsdp2", "fsdp2-reshard", "zero0", "zero1", "zero1-cpu")
+BF16_SLOW = [("ddp", 1, "tied"), ("fsdp2", 2, "untied"), ("zero1", 2, "tied"), ("zero1-cpu", 1, "untied")]
 AUTOCAST = ("ddp", "zero0")
 """Engines whose parameters are fp32 in a bf16 run."""
 
@@ -198,46 +201,50 @@ def test_layouts_of_four_ranks_equal_one_process(world, reference, tmp_path):
     check_cells(world, reference("sgd"), tmp_path, "sgd", cells)
 
 
-@pytest.mark.slow
 @pytest.mark.case("B4", "B8", "G6", "I8")
-@pytest.mark.parametrize("pp", [2, 4])
-@pytest.mark.parametrize("engine", ["ddp", "fsdp2", "zero1"])
+@pytest.mark.parametrize(
+    ("engine", "pp"),
+    tiers(product(["ddp", "fsdp2", "zero1"], [2, 4]), slow=[("ddp", 4), ("fsdp2", 2), ("zero1", 4)]),
+)
 def test_every_schedule_equals_one_process(world, reference, tmp_path, engine, pp):
     cells = {1: [cell(engine, schedule, pp=pp) for schedule in SCHEDULES]}
     check_cells(world, reference("sgd"), tmp_path, "sgd", cells)
 
 
-@pytest.mark.slow
 @pytest.mark.case("B8", "G6", "I8")
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", tiers(ENGINES, slow=["fsdp2-reshard", "zero0", "zero1-cpu"]))
 def test_every_engine_with_data_ranks_equals_one_process(world, reference, tmp_path, engine):
     cells = {2: [cell(engine, schedule) for schedule in SCHEDULES]}
     check_cells(world, reference("adamw"), tmp_path, "adamw", cells)
 
 
-@pytest.mark.slow
 @pytest.mark.case("B8", "G6", "I8")
-@pytest.mark.parametrize("sequence", [False, True], ids=["tensor", "sequence"])
-@pytest.mark.parametrize("engine", ENGINES)
-def test_tensor_ranks_in_stages_equal_one_process(world, reference, tmp_path, engine, sequence):
-    keys = {"tp": 2, "sequence_parallel": sequence}
+@pytest.mark.parametrize(
+    ("engine", "how"),
+    tiers(product(ENGINES, ["tensor", "sequence"]), slow=[("zero1-cpu", "tensor"), ("fsdp2", "sequence")]),
+)
+def test_tensor_ranks_in_stages_equal_one_process(world, reference, tmp_path, engine, how):
+    keys = {"tp": 2, "sequence_parallel": how == "sequence"}
     cells = {1: [cell(engine, schedule, **keys) for schedule in ("1f1b", "interleaved_1f1b", "zbv")]}
     check_cells(world, reference("sgd"), tmp_path, "sgd", cells)
 
 
-@pytest.mark.slow
 @pytest.mark.case("B8", "G6", "I8")
-@pytest.mark.parametrize("sequence", [False, True], ids=["tensor", "sequence"])
-@pytest.mark.parametrize("engine", ["zero1", "zero1-cpu", "fsdp2", "ddp"])
-def test_all_three_axes_equal_one_process(world, reference, tmp_path, engine, sequence):
-    keys = {"tp": 2, "sequence_parallel": sequence}
+@pytest.mark.parametrize(
+    ("engine", "how"),
+    tiers(
+        product(["zero1", "zero1-cpu", "fsdp2", "ddp"], ["tensor", "sequence"]),
+        slow=[("zero1", "sequence"), ("fsdp2", "tensor")],
+    ),
+)
+def test_all_three_axes_equal_one_process(world, reference, tmp_path, engine, how):
+    keys = {"tp": 2, "sequence_parallel": how == "sequence"}
     cells = {2: [cell(engine, schedule, **keys) for schedule in ("1f1b", "interleaved_1f1b", "zbv")]}
     check_cells(world, reference("sgd"), tmp_path, "sgd", cells)
 
 
-@pytest.mark.slow
 @pytest.mark.case("B8", "H1")
-@pytest.mark.parametrize("how", [True, "selective"])
+@pytest.mark.parametrize("how", tiers([True, "selective"], slow=["selective"]))
 def test_recomputed_layers_equal_one_process(world, reference, tmp_path, how):
     folder = reference("sgd")
     model = {"model": {"path": str(folder / "checkpoint"), "gradient_checkpointing": how}}
@@ -245,12 +252,10 @@ def test_recomputed_layers_equal_one_process(world, reference, tmp_path, how):
     check_cells(world, folder, tmp_path, "sgd", cells)
 
 
-@pytest.mark.slow
 @pytest.mark.case("B8", "G1")
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("data", [1, 2])
-@pytest.mark.parametrize("engine", BF16)
-def test_bf16_with_sums_in_fp32_equals_one_process(world, reference, tmp_path, engine, data, tied):
+@pytest.mark.parametrize(("engine", "data", "ties"), tiers(product(BF16, [1, 2], ["tied", "untied"]), slow=BF16_SLOW))
+def test_bf16_with_sums_in_fp32_equals_one_process(world, reference, tmp_path, engine, data, ties):
+    tied = ties == "tied"
     folder = reference("sgd", "autocast" if engine in AUTOCAST else "bf16", tied=tied)
     cells = [cell(engine, schedule) | {"precision": {"dtype": "bf16"}} for schedule in SCHEDULES]
     everyone = world(run_cells, 2 * data, folder, tmp_path, data, "sgd", cells, None, tied)
@@ -336,6 +341,8 @@ def twenty_of_one(world, tmp_path_factory):
     return run
 
 
+LONG_LAYOUTS = [(engine, "1f1b") for engine in ENGINES if engine != "zero1"]
+LONG_LAYOUTS += [("zero1", schedule) for schedule in SCHEDULES]
 LONG = {
     "sgd": {"name": "sgd", "lr": 0.02, "momentum": 0.9, "max_grad_norm": 0.5},
     "adamw": {"name": "adamw", "lr": 5e-4, "eps": 1e-4, "weight_decay": 0.1, "max_grad_norm": 0.5},
@@ -343,12 +350,13 @@ LONG = {
 
 
 @pytest.mark.case("B8", "I8")
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize(
-    ("engine", "schedule"),
-    [*((engine, "1f1b") for engine in ENGINES if engine != "zero1"), *(("zero1", schedule) for schedule in SCHEDULES)],
+    ("engine", "schedule", "optimizer"),
+    tiers(
+        [(*layout, optimizer) for layout in LONG_LAYOUTS for optimizer in LONG],
+        slow=[("zero1", "zbv", "adamw"), ("fsdp2", "1f1b", "sgd"), ("zero1-cpu", "1f1b", "adamw")],
+    ),
 )
-@pytest.mark.slow
 def test_twenty_steps_equal_one_process_and_copies_their_owners(
     world, twenty_of_one, tmp_path, engine, schedule, optimizer
 ):
@@ -367,7 +375,7 @@ def clipped(out: Path, engine: str, sections: dict) -> tuple[float, dict]:
 
 
 @pytest.mark.case("G6")
-@pytest.mark.parametrize("engine", [e if e == "zero1" else pytest.param(e, marks=pytest.mark.slow) for e in ENGINES])
+@pytest.mark.parametrize("engine", tiers(ENGINES, quick=["zero1"], slow=["ddp", "fsdp2"]))
 def test_the_norm_counts_a_tied_weight_once_and_clips(world, tmp_path, engine):
     model = tiny_llama()
     _, norm, _ = oracle(model, D8)

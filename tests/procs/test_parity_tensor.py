@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -12,26 +13,22 @@ import torch
 from tests.helpers.layouts import SHAPE, with_tensor_ranks
 from tests.helpers.parity import STEPS
 from tests.helpers.parity_runs import run_cell
+from tests.helpers.tiers import in_pairs, tiers
 from tests.helpers.world import RankFailed
 
 TP = 2
 ENGINES = ("ddp", "fsdp2", "zero1", "zero2", "zero3", "zero2-cpu")
-# (engine, sequence parallelism, data ranks)
-QUICK = [("ddp", False, 1), ("zero2", True, 1), ("zero3", False, 1), ("fsdp2", False, 2)]
-LAYOUTS = [(engine, sequence, data) for data in (1, 2) for sequence in (False, True) for engine in ENGINES]
+LAYOUTS = list(product(ENGINES, ["tensor", "sequence"], ["dp1", "dp2"]))
+CELLS = [(*layout, optimizer) for layout in LAYOUTS for optimizer in ("sgd", "adamw")]
+QUICK = [("zero2", "sequence", "dp1", "sgd"), ("zero3", "tensor", "dp1", "sgd"), ("fsdp2", "tensor", "dp2", "sgd")]
+KV_SLOW = [("ddp", "sequence", "dp2"), ("fsdp2", "tensor", "dp2"), ("zero1", "tensor", "dp2")]
+KV_SLOW += [("zero2", "sequence", "dp2"), ("zero3", "tensor", "dp1"), ("zero2-cpu", "sequence", "dp1")]
+RECOMPUTED = list(product(["ddp", "zero2", "zero3", "fsdp2"], ["tensor", "sequence"], [True, "selective"]))
+RECOMPUTED_SLOW = [("ddp", "tensor", True), ("zero2", "sequence", "selective"), ("fsdp2", "tensor", "selective")]
+RECOMPUTED_SLOW += [("zero3", "sequence", True)]
 ONE_KV_HEAD = SHAPE | {"num_key_value_heads": 1}
 CUT = {"q_proj": 0, "k_proj": 0, "v_proj": 0, "gate_proj": 0, "up_proj": 0, "o_proj": 1, "down_proj": 1}
 """Dimension of its weight along which a layer is cut."""
-
-
-def quick_or_slow(layouts, quick):
-    """`make test-all` runs the others too."""
-    params = []
-    for engine, sequence, data in layouts:
-        marks = [] if (engine, sequence, data) in quick else [pytest.mark.slow]
-        name = f"{engine}{'-sequence' if sequence else ''}-dp{data}"
-        params.append(pytest.param(engine, sequence, data, marks=marks, id=name))
-    return params
 
 
 class Witness:
@@ -82,10 +79,9 @@ def copies_counted_twice(trainer) -> None:
 
 
 @pytest.mark.case("B8", "G6", "I2", "I4")
-@pytest.mark.parametrize("optimizer", ["sgd", pytest.param("adamw", marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("engine", "sequence", "data"), quick_or_slow(LAYOUTS, QUICK))
-def test_tensor_ranks_equal_one_process(world, references, tmp_path, engine, sequence, data, optimizer):
-    folder = references(optimizer, SHAPE)
+@pytest.mark.parametrize(("engine", "how", "data", "optimizer"), tiers(CELLS, quick=QUICK, slow=in_pairs(CELLS)))
+def test_tensor_ranks_equal_one_process(world, references, tmp_path, engine, how, data, optimizer):
+    folder, data, sequence = references(optimizer, SHAPE), int(data[2:]), how == "sequence"
     cell = with_tensor_ranks(engine, sequence_parallel=sequence)
     proofs = world(run_cell, TP * data, folder, tmp_path, data, optimizer, cell, Witness)
     for proof in proofs:
@@ -97,30 +93,29 @@ def test_tensor_ranks_equal_one_process(world, references, tmp_path, engine, seq
 
 
 @pytest.mark.case("I1", "G6")
-@pytest.mark.parametrize(("engine", "sequence", "data"), quick_or_slow(LAYOUTS, [("zero1", True, 1)]))
-def test_copies_of_a_kv_head_equal_one_process(world, references, tmp_path, engine, sequence, data):
-    folder = references("sgd", ONE_KV_HEAD)
-    cell = with_tensor_ranks(engine, sequence_parallel=sequence)
+@pytest.mark.parametrize(
+    ("engine", "how", "data"),
+    tiers(LAYOUTS, quick=[("zero1", "sequence", "dp1")], slow=KV_SLOW),
+)
+def test_copies_of_a_kv_head_equal_one_process(world, references, tmp_path, engine, how, data):
+    folder, data = references("sgd", ONE_KV_HEAD), int(data[2:])
+    cell = with_tensor_ranks(engine, sequence_parallel=how == "sequence")
     for proof in world(run_cell, TP * data, folder, tmp_path, data, "sgd", cell, Witness):
         check_split(proof, data, kv_heads=1)
 
 
-@pytest.mark.slow
 @pytest.mark.case("H1")
-@pytest.mark.parametrize("how", [True, "selective"])
-@pytest.mark.parametrize("engine", ["ddp", "zero2", "zero3", "fsdp2"])
-@pytest.mark.parametrize("sequence", [False, True], ids=["tensor", "sequence"])
-def test_recomputed_blocks_equal_one_process(world, references, tmp_path, engine, sequence, how):
-    folder = references("sgd", SHAPE)
-    model = {"path": str(folder / "checkpoint"), "gradient_checkpointing": how}
+@pytest.mark.parametrize(("engine", "how", "recompute"), tiers(RECOMPUTED, slow=RECOMPUTED_SLOW))
+def test_recomputed_blocks_equal_one_process(world, references, tmp_path, engine, how, recompute):
+    folder, sequence = references("sgd", SHAPE), how == "sequence"
+    model = {"path": str(folder / "checkpoint"), "gradient_checkpointing": recompute}
     cell = with_tensor_ranks(engine, sequence_parallel=sequence) | {"model": model}
     for proof in world(run_cell, TP, folder, tmp_path, 1, "sgd", cell, Witness):
         check_split(proof, 1, kv_heads=2)
         check_sequence(proof, sequence)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [4, 8])
+@pytest.mark.parametrize("ranks", tiers([4, 8], slow=[4]))
 def test_tensor_ranks_beside_copies_of_the_model_equal_one_process(world, references, tmp_path, ranks):
     cell = {"parallel": {"engine": "fsdp2", "dp_replicate": 2, "tp": TP}}
     for proof in world(run_cell, ranks, references("sgd", SHAPE), tmp_path, ranks // TP, "sgd", cell, Witness):

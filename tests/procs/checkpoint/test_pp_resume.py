@@ -8,9 +8,9 @@ from transformers import AutoModelForCausalLM
 
 from ds_trainer.cli import main
 from tests.helpers.checkpoints import make_checkpoint
-from tests.helpers.layouts import slow_except
 from tests.helpers.resume_model_parallel import SAVED, STEPS, check_each_element_is_saved_once, refused, train
 from tests.helpers.runs import largest_difference, make_trainer
+from tests.helpers.tiers import tiers
 
 MODEL = ("llama_tied", {"vocab_size": 321, "num_hidden_layers": 4, "attention_dropout": 0.1})
 BATCH = {"global_size": 8, "micro_size": 1}
@@ -25,11 +25,13 @@ LAYOUTS = {
     "zero1-tp": ("zero1", {"pp": 2, "tp": 2}),
     "fsdp2-tp": ("fsdp2", {"pp": 2, "tp": 2, "sequence_parallel": True}),
 }
-QUICK = ("zero1",)
+SLOW = ["ddp-zbv", "fsdp2-interleaved", "zero1-cpu", "fsdp2-tp"]
 
 
 @pytest.mark.case("C2", "I8")
-@pytest.mark.parametrize("layout", slow_except(QUICK, LAYOUTS))
+@pytest.mark.parametrize(
+    "layout", tiers(LAYOUTS, quick=["zero1"], slow=["ddp-zbv", "fsdp2-interleaved", "zero1-cpu", "fsdp2-tp"])
+)
 def test_a_run_goes_on_bit_for_bit_from_a_checkpoint_that_holds_each_element_once(world, tmp_path, layout):
     """4 ranks; dropout, clipping off, AdamW; the tied weight is the first stage's and not in the last one's files."""
     cell, keys = LAYOUTS[layout]
@@ -46,9 +48,8 @@ def test_a_run_goes_on_bit_for_bit_from_a_checkpoint_that_holds_each_element_onc
         assert later_state == state
 
 
-@pytest.mark.slow
 @pytest.mark.case("D11", "I2")
-@pytest.mark.parametrize("layout", ["ddp", "fsdp2-interleaved", "zero1-tp"])
+@pytest.mark.parametrize("layout", tiers(["ddp", "fsdp2-interleaved", "zero1-tp"], slow=["zero1-tp"]))
 def test_one_command_makes_a_model_of_a_pipelines_checkpoint_in_one_process(world, tmp_path, layout):
     cell, keys = LAYOUTS[layout]
     model = make_checkpoint(tmp_path / "source", MODEL[0], **MODEL[1])

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import pytest
 
-from tests.helpers.layouts import CELLS, OF_FOUR, STAGE3, deepspeed, slow_except, with_tensor_ranks
+from tests.helpers.layouts import CELLS, OF_FOUR, STAGE3, deepspeed, with_tensor_ranks
 from tests.helpers.resume import check_resumed, killed_and_resumed, train
+from tests.helpers.tiers import tiers
 
-QUICK = ["ddp", "zero1", "zero2-cpu", "zero3", "fsdp2"]
-"""One of every way to shard and keep states; `make test-all` runs the others."""
+SLOW = ["zero1", "zero2", "zero3-cpu-params", "fsdp2-offload"]
+TENSOR = [(2, "ddp"), (2, "zero2"), (2, "zero3"), (4, "fsdp2"), (4, "zero2-cpu")]
+TENSOR = [(*cell, how) for cell in TENSOR for how in ("tensor", "sequence")]
+TENSOR_SLOW = [(2, "ddp", "tensor"), (2, "zero3", "sequence"), (4, "fsdp2", "sequence"), (4, "zero2-cpu", "tensor")]
 
 
 @pytest.mark.case("C2", "C3")
-@pytest.mark.parametrize("cell", slow_except(QUICK, CELLS))
+@pytest.mark.parametrize("cell", tiers(CELLS, quick=["zero2-cpu", "zero3", "fsdp2"], slow=SLOW))
 def test_a_killed_run_goes_on_bit_for_bit(world, tmp_path, resume_checkpoint, cell):
     sections = CELLS[cell]
     straight = world(train, 2, tmp_path / "straight", resume_checkpoint, sections, {})
     check_resumed(straight, killed_and_resumed(world, tmp_path / "cut", 2, resume_checkpoint, sections))
 
 
-@pytest.mark.parametrize("cell", slow_except(["ddp"], ["ddp", "zero2", "zero3", *OF_FOUR]))
+@pytest.mark.parametrize("cell", tiers(["ddp", "zero2", "zero3", *OF_FOUR], slow=["ddp", "zero3", "fsdp2-hsdp"]))
 def test_four_ranks_go_on_bit_for_bit(world, tmp_path, resume_checkpoint, cell):
     sections = (CELLS | OF_FOUR)[cell]
     straight = world(train, 4, tmp_path / "straight", resume_checkpoint, sections, {})
@@ -27,11 +30,9 @@ def test_four_ranks_go_on_bit_for_bit(world, tmp_path, resume_checkpoint, cell):
 
 
 @pytest.mark.case("I7")
-@pytest.mark.parametrize("sequence", [False, True], ids=["tensor", "sequence"])
-@pytest.mark.parametrize(("ranks", "cell"), [(2, "ddp"), (2, "zero2"), (2, "zero3"), (4, "fsdp2"), (4, "zero2-cpu")])
-@pytest.mark.slow
-def test_tensor_ranks_go_on_bit_for_bit(world, tmp_path, resume_checkpoint, ranks, cell, sequence):
-    sections = with_tensor_ranks(cell, sequence_parallel=sequence)
+@pytest.mark.parametrize(("ranks", "cell", "how"), tiers(TENSOR, slow=TENSOR_SLOW))
+def test_tensor_ranks_go_on_bit_for_bit(world, tmp_path, resume_checkpoint, ranks, cell, how):
+    sections = with_tensor_ranks(cell, sequence_parallel=how == "sequence")
     straight = world(train, ranks, tmp_path / "straight", resume_checkpoint, sections, {})
     assert all(facts.settings["parallel.tp"] == 2 for *_, facts in straight)
     check_resumed(straight, killed_and_resumed(world, tmp_path / "cut", ranks, resume_checkpoint, sections))
@@ -47,7 +48,7 @@ def test_what_powersgd_owes_goes_on_bit_for_bit(world, tmp_path, resume_checkpoi
 
 
 @pytest.mark.nvme
-@pytest.mark.parametrize("what", slow_except(["both"], ["optimizer", "both"]))
+@pytest.mark.parametrize("what", tiers(["optimizer", "both"], slow=["both"]))
 def test_states_on_nvme_go_on_bit_for_bit(world, tmp_path, resume_checkpoint, nvme, what):
     section = {"device": "nvme", "nvme_path": str(nvme)}
     stage3 = {key: value for key, value in STAGE3.items() if key != "stage3_prefetch_bucket_size"}

@@ -11,19 +11,17 @@ from transformers import AutoModelForCausalLM
 from ds_trainer.cli import main
 from ds_trainer.log import get_logger
 from tests.helpers.checkpoints import make_checkpoint
-from tests.helpers.layouts import CELLS, slow_except
+from tests.helpers.layouts import CELLS
 from tests.helpers.resume_model_parallel import SAVED, STEPS, check_each_element_is_saved_once, refused, train
 from tests.helpers.runs import largest_difference
+from tests.helpers.tiers import tiers
 
 ODD = ("llama_tied", {"vocab_size": 321, "num_key_value_heads": 1, "attention_dropout": 0.1})
 """A vocabulary with a row of padding, and one KV head, of which each tensor rank has a copy."""
 
 
-QUICK = ["zero1"]
-
-
 @pytest.mark.case("I7", "C2")
-@pytest.mark.parametrize("cell", slow_except(QUICK, CELLS))
+@pytest.mark.parametrize("cell", tiers(CELLS, quick=["zero1"], slow=["ddp", "zero2", "zero3-cpu-params", "fsdp2"]))
 def test_a_run_goes_on_bit_for_bit_from_a_checkpoint_that_holds_each_element_once(world, tmp_path, cell):
     model = make_checkpoint(tmp_path / "source", ODD[0], **ODD[1])
     straight = world(train, 4, tmp_path / "straight", model, cell, {"tp": 2}, {})
@@ -39,9 +37,8 @@ def test_a_run_goes_on_bit_for_bit_from_a_checkpoint_that_holds_each_element_onc
 ANOTHER_TP = [("zero2", 4, "ddp", 4), ("ddp", 1, "zero3", 2), ("fsdp2", 2, "zero1", 1), ("ddp", 2, "fsdp2", 4)]
 
 
-@pytest.mark.slow
 @pytest.mark.case("I2", "I7")
-@pytest.mark.parametrize(("before", "tp", "after", "later_tp"), ANOTHER_TP)
+@pytest.mark.parametrize(("before", "tp", "after", "later_tp"), tiers(ANOTHER_TP, slow=ANOTHER_TP[1:3]))
 def test_at_another_tp_its_weights_are_offered_and_are_those_that_were_saved(
     world, tmp_path, before, tp, after, later_tp
 ):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from itertools import product
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -16,11 +17,12 @@ from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from ds_trainer.engines.accelerate import ddp as accelerate_ddp
 from ds_trainer.engines.accelerate import deepspeed as accelerate_deepspeed
 from ds_trainer.engines.accelerate import fsdp2 as accelerate_fsdp2
-from tests.helpers.layouts import CELLS, SHAPE, slow_except
+from tests.helpers.layouts import CELLS, SHAPE
 from tests.helpers.parity_runs import run_cell
 from tests.helpers.resume import check_resumed, killed_and_resumed, train
 from tests.helpers.runs import largest_difference, make_trainer, weights
 from tests.helpers.shards_witness import ShardsWitness, check_mechanism
+from tests.helpers.tiers import tiers
 from tests.helpers.tiny import tiny_llama
 from tests.helpers.world import RankFailed
 
@@ -32,7 +34,6 @@ def through(backend: str) -> dict:
 
 
 ACCELERATE = {cell: CELLS[cell] | through(backend) for cell, backend in BACKENDS.items()}
-QUICK = ["ddp", "zero2", "zero3"]
 
 
 def run_watched(*args):
@@ -49,8 +50,14 @@ def run_watched(*args):
 
 
 @pytest.mark.case("B8")
-@pytest.mark.parametrize("optimizer", slow_except(["adamw"], ["adamw", "sgd"]))
-@pytest.mark.parametrize("cell", slow_except(QUICK, ACCELERATE))
+@pytest.mark.parametrize(
+    ("cell", "optimizer"),
+    tiers(
+        product(ACCELERATE, ["adamw", "sgd"]),
+        quick=[("ddp", "adamw"), ("zero3", "adamw")],
+        slow=[("zero2", "adamw"), ("zero0", "sgd"), ("zero2-cpu", "adamw")],
+    ),
+)
 def test_two_ranks_equal_one_process(world, references, tmp_path, cell, optimizer):
     folder = references(optimizer, SHAPE)
     proofs = world(run_watched, 2, folder, tmp_path, 2, optimizer, ACCELERATE[cell], ShardsWitness)
@@ -65,7 +72,7 @@ def test_two_ranks_equal_one_process(world, references, tmp_path, cell, optimize
 
 
 @pytest.mark.case("C2", "C3")
-@pytest.mark.parametrize("cell", slow_except(["ddp"], ["ddp", "powersgd", "zero3"]))
+@pytest.mark.parametrize("cell", tiers(["ddp", "powersgd", "zero3"], slow=["zero3"]))
 def test_a_killed_run_goes_on_bit_for_bit(world, tmp_path, resume_checkpoint, cell):
     powersgd = {"ddp": {"bucket_cap_mb": 26, "comm_hook": "powersgd", "powersgd_rank": 2}} | through("ddp")
     sections = ACCELERATE.get(cell, powersgd)
@@ -197,9 +204,10 @@ def cut_by_accelerate(*args):
         return run_cell(*args) | {"prepared": prepared.call_count}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize(
+    ("reshard", "optimizer"),
+    tiers(product([True, False], ["sgd", "adamw"]), slow=[(True, "adamw"), (False, "sgd")]),
+)
 def test_what_accelerate_cuts_with_fsdp2_equals_one_process(world, references, tmp_path, reshard, optimizer):
     folder = references(optimizer, SHAPE)
     sections = {"parallel": {"engine": "fsdp2"}, "fsdp": {"reshard_after_forward": reshard}}

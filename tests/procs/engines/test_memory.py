@@ -14,6 +14,7 @@ from ds_trainer.callbacks.base import Callback
 from ds_trainer.config.memory_needs import memory_row
 from ds_trainer.engines.introspect import local_shard, storage_bytes
 from tests.helpers.runs import make_trainer
+from tests.helpers.tiers import tiers
 from tests.helpers.tiny import samples, tiny_llama
 
 # Many small matrices: stages 1 and 2 keep the whole gradient of a matrix that lies across two ranks' shards, and with
@@ -54,13 +55,14 @@ CELLS = {
     ),
 }
 """Precision, layouts, accumulation: gradients are fp32 unless said."""
-QUICK = {
+SOME = {
     "fp32": ["ddp", "zero1", "zero2-cpu", "zero3", "fsdp2-keep"],
     "fp32-accumulated": ["zero2-cpu", "fsdp2"],
     "bf16": ["ddp-copies", "zero0", "zero2", "zero3-cpu-params", "fsdp2"],
     "bf16-gradients": ["zero1-cpu", "zero2", "zero3-cpu"],
 }
-"""Every layout in one precision or another; `make test-all` measures each in all."""
+"""Every layout in one precision or another; `make test-full` measures each in all."""
+SAMPLE = {cells: [] if cells == "fp32-accumulated" else [pytest.mark.slow] for cells in SOME}
 
 
 class Reading(Callback):
@@ -129,8 +131,8 @@ def measure(out: Path, precision: dict, layouts: list[str], accumulation: int, t
 @pytest.mark.parametrize(
     ("cells", "layouts"),
     [
-        *(pytest.param(cells, layouts, id=f"{cells}-some") for cells, layouts in QUICK.items()),
-        *(pytest.param(cells, CELLS[cells][1], id=cells, marks=pytest.mark.slow) for cells in CELLS),
+        *(pytest.param(cells, layouts, id=f"{cells}-some", marks=SAMPLE[cells]) for cells, layouts in SOME.items()),
+        *(pytest.param(cells, CELLS[cells][1], id=cells, marks=pytest.mark.full) for cells in CELLS),
     ],
 )
 def test_live_tensors_equal_the_table_within_three_percent(world, tmp_path, cells, layouts):
@@ -140,8 +142,7 @@ def test_live_tensors_equal_the_table_within_three_percent(world, tmp_path, cell
         assert not wrong, f"{measured} instead of {expected}"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", tiers(["fp32", "bf16"], slow=["bf16"]))
 def test_a_tensor_rank_keeps_as_much_for_each_parameter_that_it_holds(world, tmp_path, dtype):
     layouts = ["ddp", "zero1", "zero2", "zero3", "zero2-cpu", "fsdp2"]
     for measured, expected in world(measure, 4, tmp_path, {"dtype": dtype}, layouts, 1, 2):

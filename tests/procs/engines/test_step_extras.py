@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -14,10 +15,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_trainer.errors import ModelError
 from ds_trainer.trainer.trainer import Trainer
-from tests.helpers.layouts import CELLS, SHAPE, slow_except
+from tests.helpers.layouts import CELLS, SHAPE
 from tests.helpers.parity_runs import run_cell
 from tests.helpers.runs import D8, collate, largest_difference, make_trainer, run_config, weights
 from tests.helpers.shards_witness import ShardsWitness
+from tests.helpers.tiers import tiers
 from tests.helpers.tiny import oracle, tiny_llama
 
 CHUNK = 7
@@ -59,7 +61,7 @@ def run_with(reference: Path, out: Path, engine: str, sections: dict) -> tuple[i
     return operators.most_logits, operators.products_by_activation()
 
 
-@pytest.mark.parametrize("engine", slow_except(["fsdp2", "zero3"], ENGINES))
+@pytest.mark.parametrize("engine", tiers(ENGINES, quick=["zero3"], slow=["fsdp2"]))
 def test_selective_recompute_and_a_chunked_head_give_the_numbers_of_one_process(world, references, tmp_path, engine):
     sections = {"model": {"gradient_checkpointing": "selective"}, "loss": {"chunk_tokens": CHUNK}}
     for most_logits, products_by_activation in world(run_with, 2, references("sgd", SHAPE), tmp_path, engine, sections):
@@ -68,12 +70,14 @@ def test_selective_recompute_and_a_chunked_head_give_the_numbers_of_one_process(
         assert products_by_activation == 4 / 2
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("how", "ratio"), [(False, 4 / 1), (True, 6 / 2)])
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    ("engine", "how"),
+    tiers(product(ENGINES, [False, True]), slow=[("ddp", False), ("ddp", True), ("fsdp2", True), ("zero3", True)]),
+)
 def test_full_recompute_computes_matrix_products_again_and_gives_the_same_numbers(
-    world, references, tmp_path, engine, how, ratio
+    world, references, tmp_path, engine, how
 ):
+    ratio = 6 / 2 if how else 4 / 1
     sections = {"model": {"gradient_checkpointing": how}}
     for most_logits, got in world(run_with, 2, references("sgd", SHAPE), tmp_path, engine, sections):
         assert got == ratio
@@ -81,8 +85,14 @@ def test_full_recompute_computes_matrix_products_again_and_gives_the_same_number
 
 
 @pytest.mark.case("H1", "H4")
-@pytest.mark.parametrize("how", [pytest.param(True, marks=pytest.mark.slow), "selective"])
-@pytest.mark.parametrize("engine", slow_except(["zero3"], ENGINES))
+@pytest.mark.parametrize(
+    ("engine", "how"),
+    tiers(
+        product(ENGINES, [True, "selective"]),
+        quick=[("zero3", "selective")],
+        slow=[("ddp", True), ("zero2", "selective"), ("fsdp2", True)],
+    ),
+)
 def test_frozen_parameters_and_recompute_give_the_gradients_of_one_process(world, tmp_path, engine, how):
     model = partly_frozen_llama()
     loss, norm, gradients = oracle(model, D8)
@@ -129,7 +139,7 @@ def train_with_branch(out, recompute, branch_is_trained):
     return Trainer(model=model, config=config, train_dataset=D8, data_collator=collate).train()
 
 
-@pytest.mark.parametrize("engine", slow_except(["fsdp2"], ENGINES))
+@pytest.mark.parametrize("engine", tiers(ENGINES, quick=["fsdp2"]))
 def test_predictions_are_whole_where_the_training_has_a_chunked_head(world, tmp_path, engine):
     for losses, shapes in world(evaluate_both, 2, tmp_path, engine):
         assert losses[1] == pytest.approx(losses[0], rel=1e-6)
@@ -152,7 +162,7 @@ def evaluate_both(out, engine):
     return losses, shapes
 
 
-@pytest.mark.parametrize("engine", slow_except(["zero2"], ENGINES))
+@pytest.mark.parametrize("engine", tiers(ENGINES, quick=["zero2"]))
 def test_a_fused_optimizer_runs_one_kernel_and_gives_the_same_weights(world, tmp_path, engine):
     for (fused, fused_calls), (plain, plain_calls) in world(with_and_without_fused, 2, tmp_path, engine):
         assert fused_calls > 0 == plain_calls
@@ -170,9 +180,12 @@ def with_and_without_fused(out, engine):
     return results
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("engine", "recompute"), [("ddp", False), ("zero2", True), ("zero3", "selective"), ("fsdp2", "selective")]
+    ("engine", "recompute"),
+    tiers(
+        [("ddp", False), ("zero2", True), ("zero3", "selective"), ("fsdp2", "selective")],
+        slow=[("zero3", "selective"), ("fsdp2", "selective")],
+    ),
 )
 def test_compiled_blocks_give_the_numbers_of_others_at_every_length(world, tmp_path, engine, recompute):
     for (plain, graphs), (compiled, compiled_graphs), after in world(

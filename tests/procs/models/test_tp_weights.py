@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 from math import prod
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from ds_trainer.trainer.trainer import Trainer
 from tests.helpers.checkpoints import make_checkpoint, make_model
 from tests.helpers.runs import D8, ENGINES, collate, run_config
 from tests.helpers.shardings import SHARDINGS
+from tests.helpers.tiers import tiers
 from tests.helpers.tokenizers import make_tokenizer
 
 NINE_HEADS = {"hidden_size": 36, "num_attention_heads": 9, "num_key_value_heads": 3}
@@ -30,11 +32,8 @@ CHECKPOINTS = {
     "untied, odd vocabulary": ("llama", {"vocab_size": 323}),
     **{kind: (kind, {}) for kind in ("mixtral", "qwen3_moe", "deepseek_v3", "gpt2", "phi3", "gemma2")},
 }
-QUICK = ("1 KV heads", "tied, odd vocabulary", "mixtral", "deepseek_v3")
-
-
-def cells(names, quick):
-    return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in names]
+QUICK = [("1 KV heads", 2), ("tied, odd vocabulary", 2), ("mixtral", 2), ("deepseek_v3", 2)]
+SLOW = [("2 KV heads", 4), ("untied, odd vocabulary", 4), ("gpt2", 2), ("qwen3_moe", 4), ("phi3", 2), ("gemma2", 2)]
 
 
 def there_and_back(out, source, tp, engine="ddp", growth=None):
@@ -53,8 +52,7 @@ def values(folder):
 
 
 @pytest.mark.case("D3", "D13", "I1", "I2")
-@pytest.mark.parametrize("name", cells(CHECKPOINTS, QUICK))
-@pytest.mark.parametrize("tp", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("name", "tp"), tiers(product(CHECKPOINTS, [2, 4]), quick=QUICK, slow=SLOW))
 def test_a_checkpoint_comes_back_byte_for_byte(world, tmp_path, name, tp):
     kind, changes = CHECKPOINTS[name]
     source = make_checkpoint(tmp_path / "source", kind, **changes)
@@ -63,17 +61,20 @@ def test_a_checkpoint_comes_back_byte_for_byte(world, tmp_path, name, tp):
     assert values(tmp_path / "model") == values(source)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["llama", "llama_tied"])
+@pytest.mark.parametrize("kind", tiers(["llama", "llama_tied"], slow=["llama_tied"]))
 def test_heads_that_three_ranks_divide_come_back_byte_for_byte(world, tmp_path, kind):
     source = make_checkpoint(tmp_path / "source", kind, dtype=torch.bfloat16, **NINE_HEADS)
     world(there_and_back, 3, tmp_path, source, 3)
     assert values(tmp_path / "model") == values(source)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("kind", ["llama_tied", "mixtral"])
+@pytest.mark.parametrize(
+    ("kind", "engine"),
+    tiers(
+        product(["llama_tied", "mixtral"], ENGINES),
+        slow=[("llama_tied", "zero3"), ("llama_tied", "fsdp2"), ("mixtral", "zero2")],
+    ),
+)
 def test_a_checkpoint_that_data_ranks_cut_too_comes_back_byte_for_byte(world, tmp_path, engine, kind):
     changes = {"vocab_size": 321, "num_key_value_heads": 1}
     source = make_checkpoint(tmp_path / "source", kind, dtype=torch.bfloat16, **changes)
@@ -81,10 +82,14 @@ def test_a_checkpoint_that_data_ranks_cut_too_comes_back_byte_for_byte(world, tm
     assert values(tmp_path / "model") == values(source)
 
 
-@pytest.mark.slow
 @pytest.mark.case("H6")
-@pytest.mark.parametrize("engine", ["ddp", "zero3", "fsdp2"])
-@pytest.mark.parametrize("kind", ["llama", "llama_tied"])
+@pytest.mark.parametrize(
+    ("kind", "engine"),
+    tiers(
+        product(["llama", "llama_tied"], ["ddp", "zero3", "fsdp2"]),
+        slow=[("llama", "zero3"), ("llama_tied", "fsdp2")],
+    ),
+)
 def test_embeddings_grow_by_the_rows_of_one_process(world, tmp_path, engine, kind):
     source = make_checkpoint(tmp_path / "source", kind, vocab_size=270)
     rows = len(make_tokenizer())

@@ -4,8 +4,7 @@ import json
 import subprocess
 import sys
 import time
-from itertools import combinations, product
-from random import Random
+from itertools import product
 
 import pytest
 
@@ -24,6 +23,7 @@ from ds_trainer.interop.torch.snippet import ddp_snippet, fsdp2_snippet
 from ds_trainer.planning.pp_schedules import NAMES
 from tests.helpers.deepspeed_reads import accept
 from tests.helpers.table import table
+from tests.helpers.tiers import in_pairs
 
 GPUS = Machine(8, "cuda", ("fp32", "bf16", "fp16"), "Ampere")
 ZERO1 = {"zero": {"stage": 1}}
@@ -110,20 +110,10 @@ AXES = (
 CELLS = [values for values in product(*AXES) if values[1] > 1 or values[-1] == NAMES[0]]
 
 
-def in_pairs(cells):
-    """As many of them as it takes for each pair of values to come about."""
-    seen = set()
-    for values in cells:
-        pairs = set(combinations(enumerate(values), 2))
-        if not pairs <= seen:
-            seen |= pairs
-            yield values
-
-
 @pytest.mark.case("A12")
 @pytest.mark.parametrize(
     "cells",
-    [list(in_pairs(Random(0).sample(CELLS, len(CELLS)))), pytest.param(CELLS, marks=pytest.mark.slow)],
+    [in_pairs(CELLS), pytest.param(CELLS, marks=pytest.mark.full)],
     ids=["pairs", "all"],
 )
 def test_every_combination_is_ok_or_told_why_not(cli, cells):

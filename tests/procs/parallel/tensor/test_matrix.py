@@ -4,7 +4,7 @@ takes all.
 
 import pytest
 
-from tests.matrix.compare import compare_all, worst
+from tests.matrix.compare import compare_all
 from tests.matrix.tp import MATRIX, types
 
 SAMPLE = ["llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral", "gemma2", "gemma3_text", "phi3", "gpt2"]
@@ -47,10 +47,9 @@ def test_a_style_that_is_left_out_shows(world, model_type, name, style, off):
     assert off in plain.reason
 
 
-@pytest.mark.slow
-def test_every_model_type_with_a_plan_is_as_the_table_in_the_docs_says():
-    outcomes = MATRIX.run(types())
-    verdicts = {name: worst(pair).verdict for name, pair in outcomes.items()}
-    assert "failed" not in verdicts.values(), {n: pair for n, pair in outcomes.items() if verdicts[n] == "failed"}
-    assert list(verdicts.values()).count("passed") >= 105
-    assert MATRIX.page(outcomes) == MATRIX.path.read_text(), "run `make matrix-tp`"
+def test_the_page_has_every_model_type_with_a_plan_and_no_fault():
+    rows = MATRIX.read()
+    assert list(rows) == sorted(types()), "run `make matrix-tp`"
+    assert {columns[1] for columns in rows.values()} == {"passed"}
+    refused = [columns[2] for columns in rows.values() if columns[2] != "passed"]
+    assert len(refused) <= 2 and all(verdict.startswith("refused: ") for verdict in refused)
