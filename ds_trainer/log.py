@@ -12,12 +12,12 @@ _seen: set[str] = set()
 
 def rank() -> int:
     """Global rank of this process as the launcher states it; 0 for a plain process."""
-    return _first_of("RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
+    return _first_of("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 
 
 def local_rank() -> int:
     """This process's number on its node as the launcher states it; 0 for a plain process."""
-    return _first_of("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
+    return _first_of("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
 
 
 def _first_of(*names: str) -> int:

@@ -1,7 +1,7 @@
 """This process's coordinates among the ranks, from its launcher's variables. Pure.
 
-torchrun, deepspeed, accelerate launch and `ds-trainer train --nproc` set RANK and similar variables; mpirun sets
-OMPI_*, srun SLURM_*. A launcher of the first kind may run inside one of the last two, so RANK is read first.
+torchrun, deepspeed, accelerate launch and `ds-trainer train --nproc` set RANK and similar variables; mpirun, mpiexec
+and srun set their own. A launcher of the first kind may run inside one of the others, so RANK is read first.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from dataclasses import dataclass
 
 from ds_trainer.errors import MachineError
 from ds_trainer.launch.env_vars import grid_of, number, require, shown
+from ds_trainer.launch.mpi import check_unknown_mpi, mpi_grid
 from ds_trainer.launch.rank_grid import Grid
-from ds_trainer.launch.slurm import first_host, port_of_job, slurm_grid
+from ds_trainer.launch.slurm import first_host, port_of_job, slurm_grid, started_by_srun
 
 DEFAULT_PORT = "29500"
 _TORCH = ("WORLD_SIZE", "RANK", "LOCAL_RANK")
 _MASTER = ("MASTER_ADDR", "MASTER_PORT")
-_OPENMPI = ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK")
 
 
 @dataclass(frozen=True)
@@ -61,14 +61,14 @@ def grid_from_environment(environ: MutableMapping[str, str] = os.environ) -> Gri
 
 
 def read_launch(environ: Mapping[str, str]) -> Launch:
-    """Reads the variables of torchrun and similar launchers, of mpirun, or of srun; a plain process has none.
+    """Reads the variables of torchrun and similar launchers, of an MPI, or of srun; a plain process has none.
 
     Raises:
         MachineError: Variables are missing, are not numbers, contradict one another, or count ranks that no launcher
             started.
     """
     if "RANK" not in environ:
-        if launch := _from_openmpi(environ) or _from_slurm(environ):
+        if launch := _from_mpi_or_srun(environ):
             _check_world_size(environ, launch.grid)
             return launch
         _check_accelerate(environ)
@@ -104,16 +104,16 @@ def _from_torch(environ: Mapping[str, str]) -> Launch:
     return _checked_port(Launch(grid, environ["MASTER_ADDR"], environ["MASTER_PORT"]))
 
 
-def _from_openmpi(environ: Mapping[str, str]) -> Launch | None:
-    if "OMPI_COMM_WORLD_RANK" not in environ:
-        return None
-    require(environ, _OPENMPI, "mpirun (Open MPI)")
-    return _at(environ, _grid(environ, _OPENMPI, ("OMPI_COMM_WORLD_LOCAL_SIZE",)), None, DEFAULT_PORT)
-
-
-def _from_slurm(environ: Mapping[str, str]) -> Launch | None:
-    grid = slurm_grid(environ)
-    return None if grid is None else _at(environ, grid, first_host(environ), port_of_job(environ) or DEFAULT_PORT)
+def _from_mpi_or_srun(environ: Mapping[str, str]) -> Launch | None:
+    grid = mpi_grid(environ)
+    # mpiexec may start its helpers by srun, whose tasks are then not the ranks; and srun may start the ranks of an MPI,
+    # and then names their host too.
+    task = slurm_grid(environ) if grid is None or started_by_srun(environ) else None
+    if grid is None:
+        check_unknown_mpi(environ, task)
+    if task is not None and grid in (None, task):
+        return _at(environ, task, first_host(environ), port_of_job(environ) or DEFAULT_PORT)
+    return None if grid is None else _at(environ, grid, None, DEFAULT_PORT)
 
 
 def _grid(environ: Mapping[str, str], names: tuple[str, str, str], local_world: tuple[str, ...]) -> Grid:
@@ -123,7 +123,7 @@ def _grid(environ: Mapping[str, str], names: tuple[str, str, str], local_world: 
 
 
 def _at(environ: Mapping[str, str], grid: Grid, host: str | None, port: str) -> Launch:
-    """A launch by mpirun or srun, which set neither MASTER_ADDR nor MASTER_PORT."""
+    """A launch by an MPI or srun, which set neither MASTER_ADDR nor MASTER_PORT."""
     if grid.world == 1:
         return Launch(grid)
     # On one node the address needs no name resolution: containers often cannot resolve their own name.
@@ -131,8 +131,9 @@ def _at(environ: Mapping[str, str], grid: Grid, host: str | None, port: str) -> 
     if address is None:
         raise MachineError(
             f"{grid.world} ranks, {grid.local_world} of them on this node, and MASTER_ADDR is not set",
-            "ranks on several nodes connect to rank 0's host, which mpirun does not name",
-            f"name it: mpirun -x MASTER_ADDR=HOST -x MASTER_PORT={DEFAULT_PORT} ...",
+            "ranks on several nodes connect to rank 0's host, which mpirun and mpiexec do not name",
+            f"name it: mpirun -x MASTER_ADDR=HOST -x MASTER_PORT={DEFAULT_PORT} ... (Open MPI), or mpiexec -genv "
+            f"MASTER_ADDR HOST -genv MASTER_PORT {DEFAULT_PORT} ... (MPICH, Intel MPI)",
         )
     return _checked_port(Launch(grid, address, environ.get("MASTER_PORT") or port))
 
@@ -144,10 +145,10 @@ def _checked_port(launch: Launch) -> Launch:
 
 
 def _check_world_size(environ: Mapping[str, str], grid: Grid) -> None:
-    """Scripts for clusters often export WORLD_SIZE, and leave RANK to srun's or mpirun's variables."""
+    """Scripts for clusters often export WORLD_SIZE, and leave RANK to the variables of srun or of an MPI."""
     if environ.get("WORLD_SIZE") not in (None, "", str(grid.world)):
         raise MachineError(
-            f"WORLD_SIZE={environ['WORLD_SIZE']}, and srun or mpirun started {grid.world} ranks",
+            f"WORLD_SIZE={environ['WORLD_SIZE']}, and srun or an MPI started {grid.world} ranks",
             "all variables name one number of ranks",
             "unset WORLD_SIZE, or start as many ranks as it says",
         )

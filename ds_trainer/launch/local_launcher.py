@@ -16,6 +16,7 @@ from types import FrameType
 
 from ds_trainer.errors import ConfigError
 from ds_trainer.launch.environment import Launch
+from ds_trainer.launch.mpi import check_unknown_mpi, mpi_grid
 from ds_trainer.launch.rank_grid import Grid
 from ds_trainer.launch.signals import EXIT_CODE, SIGNALS
 from ds_trainer.launch.slurm import slurm_grid, started_by_srun
@@ -95,10 +96,15 @@ def _first_failure(ranks: list[subprocess.Popen]) -> int:
 
 
 def _check_outermost(environ: Mapping[str, str]) -> None:
-    place = next((f"{name}={environ[name]}" for name in ("RANK", "OMPI_COMM_WORLD_RANK") if name in environ), None)
-    task = slurm_grid(environ) if started_by_srun(environ) else None
-    if place is None and task is not None and task.world > 1:
-        place = f"SLURM_PROCID={task.rank} of {task.world} tasks"
+    place = f"RANK={environ['RANK']}" if "RANK" in environ else None
+    if place is None:
+        rank, task = mpi_grid(environ), slurm_grid(environ) if started_by_srun(environ) else None
+        if rank is None:
+            check_unknown_mpi(environ, task)
+        if task is not None and task.world > 1:
+            place = f"SLURM_PROCID={task.rank} of {task.world} tasks"
+        elif rank is not None and rank.world > 1:
+            place = f"rank {rank.rank} of {rank.world} of an MPI"
     if place is not None:
         raise ConfigError(
             f"--nproc, and the environment has {place}",

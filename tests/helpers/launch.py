@@ -19,7 +19,7 @@ from tests.helpers.checkpoints import make_checkpoint
 ROOT = Path(__file__).parents[2]
 TRAIN = "examples/train.py"
 _OF_A_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_PREFIXES_OF_A_LAUNCHER = ("ACCELERATE_", "OMPI_", "SLURM_", "TORCHELASTIC_")
+_PREFIXES_OF_A_LAUNCHER = ("ACCELERATE_", "OMPI_", "PMI_", "PMIX_", "SLURM_", "TORCHELASTIC_")
 
 
 @dataclass(frozen=True)

@@ -174,7 +174,7 @@ ACCELERATE_CPU = {"ACCELERATE_MIXED_PRECISION": "no", "MASTER_ADDR": "127.0.0.1"
             "OMPI_COMM_WORLD_SIZE=8 OMPI_COMM_WORLD_RANK=8",
         ),
         "mpirun on several nodes": (OPENMPI, "MASTER_ADDR is not set"),
-        "two numbers of ranks": (BARE_SLURM | {"WORLD_SIZE": "4"}, "WORLD_SIZE=4, and srun or mpirun started 2"),
+        "two numbers of ranks": (BARE_SLURM | {"WORLD_SIZE": "4"}, "WORLD_SIZE=4, and srun or an MPI started 2"),
         "a batch script that forgot srun": (BATCH_SCRIPT, "SLURM_NTASKS=4 in a batch script, and srun did not start"),
         "accelerate that starts one of two": (ACCELERATE_CPU, "MASTER_PORT=29500 but not RANK and WORLD_SIZE"),
     }.values(),

@@ -94,7 +94,11 @@ def test_a_signal_reaches_every_rank_and_each_may_take_its_time(tmp_path, number
 
 INSIDE = {
     "torchrun": ({"RANK": "0", "WORLD_SIZE": "2"}, "RANK=0"),
-    "mpirun": ({"OMPI_COMM_WORLD_RANK": "1"}, "OMPI_COMM_WORLD_RANK=1"),
+    "mpirun": (
+        {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1"},
+        "rank 1 of 2 of an MPI",
+    ),
+    "mpiexec": ({"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1"}, "rank 1 of 2 of an MPI"),
     "srun": ({"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_LOCALID": "0"}, "SLURM_PROCID=0 of 2 tasks"),
 }
 
