@@ -27,7 +27,7 @@ THREADS = $$(python -c "import os; print(max(1, os.cpu_count() // 2))")
 CHECK_PYTHON := import sys; sys.exit(sys.version_info < (3, 11) and "needs Python 3.11+: make PYTHON=python3.11")
 PIP := python -m pip install --no-compile --constraint constraints.txt
 
-.PHONY: train announce ops test test-all test-full kill-test matrix-tp matrix-pp lint families clean
+.PHONY: train announce ops test test-all test-full kill-test matrix-tp matrix-pp lint families deepspeed-keys clean
 
 train: announce $(INSTALLED) $(MODEL) $(DATA)
 	OMP_NUM_THREADS=$(THREADS) deepspeed --num_gpus $(RANKS) examples/train.py --config examples/demo/demo.json
@@ -73,6 +73,9 @@ lint: $(INSTALLED_DEV)
 
 families: $(INSTALLED_DEV)
 	python -m ds_trainer.parallel.make_families
+
+deepspeed-keys: $(INSTALLED_DEV)
+	python -m ds_trainer.engines.deepspeed.make_keys
 
 clean:
 	rm -rf $(DEMO) outputs build *.egg-info .pytest_cache .mypy_cache .ruff_cache

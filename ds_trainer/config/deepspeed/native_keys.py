@@ -1,6 +1,6 @@
 """Which keys DeepSpeed reads, the unified keys that correspond to them, and errors for the others. Pure.
 
-`deepspeed_keys.json` was recorded on DeepSpeed 0.19.8; a test records it again on the installed version.
+`make deepspeed-keys` writes `deepspeed_keys.json`, now of DeepSpeed 0.19.8; a test compares it with the installed one.
 """
 
 from __future__ import annotations
@@ -11,16 +11,15 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from ds_trainer.config.deepspeed.native_types import Kind, admits, wrong_value
 from ds_trainer.config.keys import flatten, leaf_fields
 from ds_trainer.errors import ConfigError
 
-_RECORDED: dict[str, list[str]] = json.loads(Path(__file__).with_name("deepspeed_keys.json").read_text())
+SECTIONS: dict[str, dict[str, Kind]] = json.loads(Path(__file__).with_name("deepspeed_keys.json").read_text())
+"""Section -> key that DeepSpeed reads in it -> its type."""
 
-TOP_LEVEL = frozenset(_RECORDED.pop(""))
-"""Top-level keys that DeepSpeed reads."""
-
-SECTIONS = {section: frozenset(names) for section, names in _RECORDED.items()}
-"""Section -> keys that DeepSpeed reads in it."""
+TOP_LEVEL = SECTIONS.pop("")
+"""Top-level key that DeepSpeed reads -> its type."""
 
 _OWN_LOADER = "ds_trainer's own loader feeds the run"
 _OWN_CHECKPOINTS = "ds_trainer writes its own checkpoints"
@@ -102,18 +101,21 @@ def check_native(native: Mapping[str, Any]) -> Iterator[ConfigError]:
                 "DeepSpeed would not read it, or stop at it",
                 _nearest_native(key),
             )
-        elif key in SECTIONS and key in flat and flat[key] != {}:
-            yield ConfigError(
-                f"native.deepspeed.{key} is {json.dumps(flat[key])}", f"{key} is an object", f"write {key} as an object"
-            )
+        elif (kind := _kind(key)) and (item := flat.get(key, {})) != "auto" and not admits(kind, item):
+            yield wrong_value(key, item, kind)
     for key, item in flat.items():
-        if item == "auto":
+        if item == "auto" and not ((kind := _kind(key)) and admits(kind, item)):
             meant = unified_keys().get(key)
             yield ConfigError(
                 f'native.deepspeed.{key} is "auto"',
                 "ds_trainer derives keys that are left out; no value is spelt auto",
                 f"remove it{f'; it follows {meant}' if meant else ''}",
             )
+
+
+def _kind(key: str) -> Kind | None:
+    section, _, name = key.rpartition(".")
+    return (SECTIONS.get(section, {}) if section else TOP_LEVEL).get(name)
 
 
 def _nearest_native(key: str) -> str:
@@ -130,7 +132,7 @@ def _nearest_native(key: str) -> str:
     else:
         paths = [*TOP_LEVEL, *(f"{section}.{name}" for section, names in SECTIONS.items() for name in names)]
         close = get_close_matches(key, [path for path in paths if not key.startswith(f"{path}.")], n=1)
-    close = close or get_close_matches(name, TOP_LEVEL - {section}, n=1)
+    close = close or get_close_matches(name, TOP_LEVEL.keys() - {section}, n=1)
     return f"did you mean {close[0]}?" if close else "remove it"
 
 
@@ -142,19 +144,21 @@ class ReadRecorder(dict):
 
     def __init__(self, native: Mapping[str, Any]) -> None:
         super().__init__(native)
-        self.reads: set[str] = set()
+        self.reads: dict[str, Any] = {}
+        """Key that was read -> the default that it was read with, if any."""
 
     def get(self, key: str, default: Any = None) -> Any:
         """As in a dict."""
-        self.reads.add(key)
+        if self.reads.setdefault(key) is None:
+            self.reads[key] = default
         return super().get(key, default)
 
     def __getitem__(self, key: str) -> Any:
-        self.reads.add(key)
+        self.reads.setdefault(key)
         return super().__getitem__(key)
 
     def __contains__(self, key: object) -> bool:
-        self.reads.add(str(key))
+        self.reads.setdefault(str(key))
         return super().__contains__(key)
 
     def keys(self) -> Any:
@@ -163,4 +167,4 @@ class ReadRecorder(dict):
 
     def unread(self) -> list[str]:
         """Keys that are set and were not read."""
-        return sorted(set(self) - self.reads)
+        return sorted(set(self) - self.reads.keys())
