@@ -26,6 +26,13 @@ def replace_text(path: Path, text: str) -> None:
     aside.replace(path)
 
 
+def apply_umask(path: Path) -> None:
+    """Gives a file the mode of one that `open` makes; safetensors gives its files to their owner alone."""
+    umask = os.umask(0o077)  # There is no way to read it without setting it.
+    os.umask(umask)
+    path.chmod(0o666 & ~umask)
+
+
 def sync(path: Path) -> None:
     """Waits until a file's bytes, or the names in a folder, are on the disk."""
     handle = os.open(path, os.O_RDONLY)

@@ -9,6 +9,7 @@ from ds_trainer.callbacks.progress import Progress
 from ds_trainer.callbacks.view import TrainerView
 from ds_trainer.log import get_logger, warn_once
 from ds_trainer.metrics import EvalMetrics, MetricsWriter, StepMetrics
+from ds_trainer.run_folder import METRICS
 
 
 class MetricsCallback(Callback):
@@ -97,6 +98,12 @@ class ProgressCallback(Callback):
     def on_save(self, trainer: TrainerView, folder: Path) -> None:
         """Prints where a checkpoint is."""
         get_logger().info("step %d: checkpoint %s", trainer.state.global_step, folder)
+
+    def on_train_end(self, trainer: TrainerView) -> None:
+        """Prints what the run took, and where its metrics are."""
+        if self._progress is not None:
+            get_logger().info(self._progress.total(trainer.state.global_step))
+            get_logger().info("metrics: %s", Path(trainer.config.run.output_dir) / METRICS)
 
     def close(self) -> None:
         """Ends the bar."""

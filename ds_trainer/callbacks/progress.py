@@ -1,4 +1,4 @@
-"""One progress bar on rank 0; without a terminal, a plain line every few seconds instead."""
+"""One progress bar on rank 0; without a terminal, a plain line for every logging window instead."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 from ds_trainer.log import get_logger
 from ds_trainer.metrics import StepMetrics
-
-PLAIN_LINE_EVERY_S = 10.0
 
 
 def summary(metrics: StepMetrics) -> str:
@@ -37,14 +35,13 @@ class Progress:
 
     Args:
         total_steps: Optimizer steps of the run.
-        bar: Whether a bar is wanted; False: a line for every logging window, on a terminal too.
+        bar: Whether a bar is wanted; without one, and without a terminal, every logging window is a line.
         first_step: Steps of the run that this one resumes; the remaining time ignores them.
     """
 
     def __init__(self, total_steps: int, bar: bool, first_step: int = 0) -> None:
         self._total, self._first = total_steps, first_step
         self._plain = not bar or not sys.stderr.isatty()
-        self._line_every_s = PLAIN_LINE_EVERY_S if bar else 0.0
         self._bar = tqdm(
             total=total_steps,
             initial=first_step,
@@ -54,7 +51,7 @@ class Progress:
             dynamic_ncols=True,
         )
         self._started = time.monotonic()
-        self._last_line = -PLAIN_LINE_EVERY_S
+        self._tokens = 0
         self._stack = ExitStack()
 
     def __enter__(self) -> Progress:
@@ -74,12 +71,18 @@ class Progress:
 
     def show(self, metrics: StepMetrics) -> None:
         """Shows the numbers of the last logging window."""
+        self._tokens += metrics.tokens
         self._bar.set_postfix_str(summary(metrics))
-        now = time.monotonic()
-        is_last = metrics.step >= self._total
-        if self._plain and (is_last or now - self._last_line >= self._line_every_s):
-            self._last_line = now
-            elapsed = now - self._started
+        if self._plain:
+            elapsed = time.monotonic() - self._started
             remaining = elapsed / (metrics.step - self._first) * (self._total - metrics.step)
             clock = f"{tqdm.format_interval(elapsed)}<{tqdm.format_interval(remaining)}"
             get_logger().info("step %d/%d [%s]  %s", metrics.step, self._total, clock, summary(metrics))
+
+    def total(self, step: int) -> str:
+        """Steps, time and throughput of this process's part of the run, up to a step; logged windows count."""
+        elapsed = max(time.monotonic() - self._started, 1e-3)
+        return (
+            f"{step - self._first} steps in {tqdm.format_interval(elapsed)}, evaluations and saves included: "
+            f"{self._tokens / elapsed:,.0f} tok/s on average"
+        )

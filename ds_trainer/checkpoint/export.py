@@ -16,15 +16,18 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.dynamic_module_utils import custom_object_save
 
+from ds_trainer.checkpoint.checkpoint_form import CheckpointNames, to_checkpoint_form
+from ds_trainer.checkpoint.source_files import carry_source_files
 from ds_trainer.errors import MachineError, ModelError
-from ds_trainer.files import partial_path, sync
+from ds_trainer.files import apply_umask, partial_path, sync
 from ds_trainer.host.free_space import space_fault
 from ds_trainer.models.checkpoint_weights import CheckpointWeights
-from ds_trainer.models.conversions import Conversion, export_conversions, tied_groups
 from ds_trainer.models.load_weights import persistent_buffers
 from ds_trainer.models.meta_model import meta_copy, written_class
 from ds_trainer.models.pretrained import set_use_cache
 
+_CLASSES_RAISE = (RuntimeError, ValueError, LookupError, TypeError, AttributeError, ImportError)
+"""What classes of transformers and of users raise where they do not fit what they are to write."""
 _WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json")
 
 
@@ -84,7 +87,7 @@ def _write(
         meta_model = meta_copy(model, dtype)
         _require_space(partial, meta_model)
         writer = _WeightFiles(partial, shard_bytes)
-        for name, tensor in _to_checkpoint_form(tensors, model, meta_model):
+        for name, tensor in to_checkpoint_form(tensors, model, meta_model):
             writer.add(name, tensor)
         writer.finish()
         write_config_and_tokenizer(model, tokenizer, partial, dtype)
@@ -98,45 +101,14 @@ def _write(
             "an export needs a writable folder with free space for the full model; an earlier export is untouched",
             "free space, or set run.output_dir to another drive",
         ) from error
+    except _CLASSES_RAISE as error:  # On all ranks, which can then save what has been trained.
+        raise ModelError(
+            f"{written_class(model).__name__} cannot be exported: {type(error).__name__}: {error}",
+            "conversions, config and tokenizer are those of the model's own classes; an earlier export is untouched",
+            "report this with the traceback that --debug shows",
+        ) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-
-
-def _to_checkpoint_form(
-    tensors: Iterable[tuple[str, torch.Tensor]], model: PreTrainedModel, meta_model: PreTrainedModel
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Reverts the conversions of transformers; holds tensors only until the others of their conversion have come."""
-    kept = _kept_names(meta_model)
-    dtypes = {name: tensor.dtype for name, tensor in meta_model.state_dict().items()}
-    conversions = _conversions(model, meta_model)
-    by_source = {name: conversion for conversion in conversions for _, name in conversion.sources}
-    waiting: dict[str, torch.Tensor] = {}
-    for given, tensor in tensors:
-        name = kept.get(given, given)
-        if name not in by_source:  # The class does not save it.
-            continue
-        waiting[name] = tensor.to(dtypes[name])
-        conversion = by_source[name]
-        if all(source in waiting for _, source in conversion.sources):
-            made = conversion.run(waiting.pop, meta_model)
-            yield from made.items()
-
-
-def _conversions(model: PreTrainedModel, meta_model: PreTrainedModel) -> list[Conversion]:
-    """Conversions for everything that the class saves, a tied parameter once."""
-    kept, ignored = _kept_names(meta_model), set(model._keys_to_ignore_on_save or ())
-    names = [name for name in meta_model.state_dict() if kept.get(name, name) == name and name not in ignored]
-    return export_conversions(model, names)
-
-
-def _kept_names(meta_model: PreTrainedModel) -> dict[str, str]:
-    """Parameter name -> the name under which transformers writes it, which differs for the copies of a tied one."""
-    kept = {name: name for name, _ in meta_model.named_parameters(remove_duplicate=False)}
-    copies = meta_model.get_expanded_tied_weights_keys(all_submodels=True)
-    for names in tied_groups(meta_model):
-        main = next((name for name in names if name not in copies), names[0])
-        kept |= dict.fromkeys(names, main)
-    return kept
 
 
 class _WeightFiles:
@@ -187,7 +159,9 @@ class _WeightFiles:
         (self._folder / "model.safetensors.index.json").write_text(index + "\n")
 
     def _flush(self) -> None:
-        save_file(self._shard, self._numbered(len(self._files)), metadata={"format": "pt"})
+        path = self._numbered(len(self._files))
+        save_file(self._shard, path, metadata={"format": "pt"})
+        apply_umask(path)
         self._files.append(list(self._shard))
         self._shard, self._filled = {}, 0
 
@@ -198,7 +172,7 @@ class _WeightFiles:
 def write_config_and_tokenizer(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, folder: Path, dtype: torch.dtype
 ) -> None:
-    """Writes a Hugging Face folder without its weights: config, generation config, code, tokenizer.
+    """Writes a Hugging Face folder without its weights: config, generation config, code, tokenizer, processors.
 
     Args:
         model: The model.
@@ -218,6 +192,7 @@ def write_config_and_tokenizer(
     if model.can_generate():
         # Not save_pretrained: it refuses settings that real checkpoints ship, such as a temperature without sampling.
         model.generation_config.to_json_file(folder / "generation_config.json", keys_to_pop=["compile_config"])
+    carry_source_files(model, folder)
 
 
 def _require_space(folder: Path, meta_model: PreTrainedModel) -> None:
@@ -227,17 +202,67 @@ def _require_space(folder: Path, meta_model: PreTrainedModel) -> None:
 
 def _check(folder: Path, meta_model: PreTrainedModel) -> None:
     """Opens the written folder as a new run would: no tensor may be missing, unexpected or of another shape."""
-    try:
-        unexpected = CheckpointWeights(str(folder), meta_model).unexpected
-        fault = f"it holds unexpected tensors: {', '.join(unexpected)}" if unexpected else None
-    except ModelError as error:
-        fault = error.found
-    if fault:
+    if fault := _load_fault(str(folder), meta_model):
         raise ModelError(
             f"the export is not what {type(meta_model).__name__} loads: {fault}",
             "an export is published only if its class loads it completely; an earlier export is untouched",
             "report this with the model's config.json: its parameters or transformers' conversions do not add up",
         )
+
+
+def _load_fault(
+    folder: str, meta_model: PreTrainedModel, tensors: Mapping[str, torch.Tensor] | None = None
+) -> str | None:
+    """What the model's class lacks or has too much in a checkpoint, as text; None: it loads it completely."""
+    try:
+        unexpected = CheckpointWeights(folder, meta_model, tensors=tensors).unexpected
+    except ModelError as error:
+        return error.found
+    return f"it holds unexpected tensors: {', '.join(unexpected)}" if unexpected else None
+
+
+def prove_export(model: PreTrainedModel) -> None:
+    """Makes the export of a model by names and shapes alone, so that it does not fail after the training.
+
+    Args:
+        model: The full model, with or without values.
+
+    Raises:
+        ModelError: A folder of it would not be what its class loads.
+    """
+    with torch.random.fork_rng(devices=[]):  # Some constructors draw values.
+        meta_model = _from_config_alone(model)
+    names = CheckpointNames(meta_model)
+    by_name: dict[str, list[str]] = {}
+    for given, _ in model.named_parameters():
+        by_name.setdefault(names.of(given), []).append(given)
+    if strangers := [given[0] for name, given in by_name.items() if name not in names.known]:
+        raise _not_exportable(model, f"has {len(strangers)} parameters that its class lacks: {_some(strangers)}")
+    if twice := [" and ".join(given) for given in by_name.values() if len(given) > 1]:
+        raise _not_exportable(model, f"has values of their own for what its config ties: {_some(twice)}")
+    tensors = chain(model.named_parameters(), persistent_buffers(model))
+    made = dict(to_checkpoint_form(((name, tensor.detach().to("meta")) for name, tensor in tensors), model, meta_model))
+    if fault := _load_fault("its export", meta_model, made):
+        raise _not_exportable(model, f"would be exported as what its class does not load: {fault}")
+
+
+def _from_config_alone(model: PreTrainedModel) -> PreTrainedModel:
+    try:
+        return meta_copy(model)
+    except TypeError as error:
+        raise _not_exportable(model, f"cannot be built from its config alone: {error}") from error
+
+
+def _not_exportable(model: PreTrainedModel, what: str) -> ModelError:
+    return ModelError(
+        f"the model {what}",
+        f"the export is a folder that {written_class(model).__name__}.from_pretrained loads with no tensor missing",
+        "set checkpoint.export to false and save the model yourself, or train a model that its class and config build",
+    )
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
 
 
 def _publish(partial: Path, folder: Path) -> None:

@@ -20,7 +20,7 @@ from ds_trainer.checkpoint.shard_writer import INDEX, Shard, write_shards
 from ds_trainer.distributed.consensus import consensus
 from ds_trainer.distributed.process_groups import Mesh
 from ds_trainer.errors import MachineError
-from ds_trainer.files import partial_path, sync
+from ds_trainer.files import apply_umask, partial_path, sync
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,8 @@ def _files_of(partial: Path, rank: int) -> list[Path]:
 
 
 def _sync_and_verify(path: Path) -> dict[str, int | str]:
-    """Syncs a file, opens it, and returns its fingerprint."""
+    """Gives a file its mode, syncs it, opens it, and returns its fingerprint."""
+    apply_umask(path)
     sync(path)
     if path.suffix == ".safetensors" and path.parent.name != "model":
         with safe_open(path, framework="pt") as file:

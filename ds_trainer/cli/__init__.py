@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from importlib import import_module
+from importlib.metadata import version
 
 from ds_trainer.cli.train import add_local_rank, add_train_arguments
 from ds_trainer.errors import exit_on_user_error
@@ -30,6 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="ds-trainer", description="Fine-tune Hugging Face checkpoints from one JSON.")
     add_local_rank(parser)
+    parser.add_argument("--version", action="version", version=f"%(prog)s {version('ds_trainer')}")
     commands = parser.add_subparsers(dest="command", required=True)
     train = commands.add_parser("train", help="fine-tune a model by a run's JSON", allow_abbrev=False)
     train.add_argument("config", help="the run's JSON")
@@ -53,6 +55,7 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(handler="ds_trainer.cli.export")
     parser.add_argument("checkpoint", help="folder of a checkpoint, such as outputs/checkpoint-500")
     parser.add_argument("--out", required=True, metavar="FOLDER", help="where the Hugging Face folder goes")
+    parser.add_argument("--overwrite", action="store_true", help="replace the model in a FOLDER that is not empty")
     parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="dtype of the weights (default: the run's)")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
 

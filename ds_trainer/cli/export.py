@@ -16,7 +16,7 @@ from ds_trainer.checkpoint.shard_reader import MasterWeights
 from ds_trainer.checkpoint.verified import open_checkpoint
 from ds_trainer.config.schema import RunConfig
 from ds_trainer.engines.introspect import TORCH_DTYPES
-from ds_trainer.errors import CheckpointError
+from ds_trainer.errors import CheckpointError, MachineError
 from ds_trainer.log import get_logger
 from ds_trainer.models.build import build_model
 from ds_trainer.models.hub import resolve_folder
@@ -28,6 +28,9 @@ from ds_trainer.planning.checkpoint_spec import read_spec
 
 def run(args: argparse.Namespace) -> int:
     """Exports; the handler of `ds-trainer export`. One process, whatever layout the checkpoint was saved in."""
+    out = Path(args.out)
+    if not args.overwrite:
+        _require_free(out)
     checkpoint = open_checkpoint(Path(args.checkpoint), mesh=None)
     config = RunConfig.model_validate_json(json.dumps(checkpoint.json(RUN)))
     if config.model.path is None:
@@ -44,7 +47,6 @@ def run(args: argparse.Namespace) -> int:
     weights = MasterWeights(checkpoint.shards(), others)
     fill_buffers(model, weights, torch.device("cpu"))
     dtype = TORCH_DTYPES[args.dtype] if args.dtype else getattr(torch, checkpoint.json("model/config.json")["dtype"])
-    out = Path(args.out)
     export_model(
         _values(model, weights),
         model,
@@ -56,6 +58,15 @@ def run(args: argparse.Namespace) -> int:
     )
     get_logger().info("model: %s", out)
     return 0
+
+
+def _require_free(out: Path) -> None:
+    if out.is_file() or (out.is_dir() and any(out.iterdir())):
+        raise MachineError(
+            f"{out} exists and is not empty",
+            "an export goes to a new or an empty folder, unless it is to replace what is there",
+            "name another --out, or add --overwrite",
+        )
 
 
 def _values(model: torch.nn.Module, weights: WeightSource) -> Iterator[tuple[str, torch.Tensor]]:

@@ -140,7 +140,7 @@ class CheckpointConfig(Section):
     max_shard_size: str = "5GB"
     """Largest safetensors file."""
     load_best_model_at_end: bool = False
-    """Export the best checkpoint's weights instead of the last step's."""
+    """Put the best checkpoint's weights in memory after the last step, and export them."""
 
 
 class LoggingConfig(Section):

@@ -92,23 +92,38 @@ class _Converted:
 class CheckpointWeights(WeightSource):
     """A `WeightSource` over a Hugging Face folder.
 
+    Attributes:
+        unexpected: Names of tensors that the model does not have.
+        ignored: Names of those that its class says it does not need.
+        num_stored: Tensors in the folder.
+
     Args:
         folder: The checkpoint.
         model: Skeleton of the model to load. Its `_weight_conversions` is set, so that an export writes the names of
             this checkpoint.
         allow_pickle: Read `pytorch_model.bin` where there are no safetensors.
+        tensors: What the folder would hold, instead of what it holds; on meta where only names and shapes matter.
 
     Raises:
         ModelError: The checkpoint lacks a tensor, holds one of another shape or two different values for a tied one, is
             truncated, or is pickled and `allow_pickle` is off.
     """
 
-    def __init__(self, folder: str, model: PreTrainedModel, allow_pickle: bool = False) -> None:
+    def __init__(
+        self,
+        folder: str,
+        model: PreTrainedModel,
+        allow_pickle: bool = False,
+        tensors: Mapping[str, torch.Tensor] | None = None,
+    ) -> None:
         self._folder = folder
         self._meta_model = meta_copy(model)
-        self._files = (
-            _open_pickled(folder, allow_pickle) if not safetensors_files(folder) else _open_safetensors(folder)
-        )
+        if tensors is not None:
+            self._files = {name: _Stored(tuple(tensor.shape), tensor) for name, tensor in tensors.items()}
+        else:
+            self._files = (
+                _open_safetensors(folder) if safetensors_files(folder) else _open_pickled(folder, allow_pickle)
+            )
         conversions, unexpected, used = load_conversions(self._meta_model, self._files)
         model._weight_conversions = used  # type: ignore[assignment]  # As transformers does on load.
         self._tensors: dict[str, _Stored | _Converted] = {}
@@ -122,6 +137,8 @@ class CheckpointWeights(WeightSource):
         self._buffers = {n: b for n, b in model.named_buffers() if n in self._meta_model.state_dict()}
         self._check_missing()
         self.unexpected = _not_ignored(unexpected, _unexpected_patterns(self._meta_model))
+        self.ignored = [name for name in unexpected if name not in self.unexpected]
+        self.num_stored = len(self._files)
         if self.unexpected:
             warn_once(f"{folder} holds tensors that {type(model).__name__} does not have: {_some(self.unexpected)}")
 

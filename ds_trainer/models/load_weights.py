@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from ds_trainer.models.torch_wrappers import unwrapped_name
 from ds_trainer.models.weight_source import WeightSource
 
 
@@ -45,4 +46,6 @@ def fill_buffers(model: nn.Module, weights: WeightSource, device: torch.device) 
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Name and tensor of every buffer in the model's state dict, such as running statistics."""
     persistent = model.state_dict().keys()
-    return ((name, buffer) for name, buffer in model.named_buffers() if name in persistent)
+    named = model.named_buffers()
+    # Some wrappers of torch leave their part of a name out of the state dict.
+    return ((name, buffer) for name, buffer in named if {name, unwrapped_name(name, persistent)} & persistent)

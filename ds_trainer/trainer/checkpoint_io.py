@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,19 +10,21 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
+from ds_trainer.callbacks.trainer_state import TrainerState
 from ds_trainer.checkpoint.disk_space import require_checkpoint_space
 from ds_trainer.checkpoint.export import write_config_and_tokenizer
+from ds_trainer.checkpoint.folder import STATE
 from ds_trainer.checkpoint.rng import rng_state
 from ds_trainer.checkpoint.save import RankState, SharedState, save
-from ds_trainer.checkpoint.shard_reader import ShardReader
+from ds_trainer.checkpoint.shard_reader import ShardReader, read_errors
 from ds_trainer.checkpoint.shard_writer import make_shards, state_slice
 from ds_trainer.checkpoint.trial_save import trial_save
-from ds_trainer.checkpoint.verified import VerifiedCheckpoint
+from ds_trainer.checkpoint.verified import VerifiedCheckpoint, open_checkpoint
 from ds_trainer.distributed.consensus import consensus
 from ds_trainer.engines.base import Engine
 from ds_trainer.engines.state_handles import MASTER
-from ds_trainer.errors import CheckpointError
-from ds_trainer.log import rank
+from ds_trainer.errors import CheckpointError, NonFiniteError
+from ds_trainer.log import get_logger, rank
 from ds_trainer.models.load_weights import persistent_buffers
 from ds_trainer.trainer.resume_checks import describe_layout
 from ds_trainer.trainer.run import Run
@@ -102,17 +104,47 @@ def load_checkpoint(run: Run, checkpoint: VerifiedCheckpoint, state: Mapping[str
     _rehearse(run)
     with consensus(run.mesh, "the loading of the checkpoint"):
         _write_state(run.engine, checkpoint.shards())
-    rank_state = checkpoint.rank_state(run.mesh.grid.rank)
+        rank_state = checkpoint.rank_state(run.mesh.grid.rank)
+        saved = _below(rank_state.tensors, _BUFFER)
+        with read_errors(checkpoint.folder):
+            buffers = [(buffer, saved[name]) for name, buffer in persistent_buffers(run.model)]
     run.engine.load_rank_state(_below(rank_state.tensors, _ENGINE))
     run.engine.load_scalar_state(state["counters"])
-    buffers = _below(rank_state.tensors, _BUFFER)
     with torch.no_grad():
-        for name, buffer in persistent_buffers(run.model):
-            buffer.copy_(buffers[name])
+        for buffer, value in buffers:
+            buffer.copy_(value)
     return rank_state
 
 
+def load_best_model(run: Run, state: TrainerState) -> None:
+    """Puts the best model of a training that has ended in memory, with the optimizer's states at its step.
+
+    The masters are overwritten, and the step with a learning rate of zero that every resume begins with makes of them
+    what the engine computes with. Every rank must call it.
+
+    Args:
+        run: The run.
+        state: Names the best model's checkpoint; without one, or where it is of the last step, nothing changes.
+
+    Raises:
+        UserError: On every rank: the checkpoint is damaged, or the last step's weights give no finite loss.
+    """
+    best = state.best_model_checkpoint
+    if best is None or state.best_global_step == state.global_step:
+        return
+    checkpoint = open_checkpoint(Path(best), run.mesh)
+    with consensus(run.mesh, "the best model"):
+        saved, at_its_step = checkpoint.shards(), checkpoint.json(STATE)
+        slices = {piece.name: piece for piece in run.engine.parameter_layout()}
+        for name, handles in run.engine.state().items():
+            master = handles[MASTER]
+            master.write(saved.read(f"{MASTER}/{name}", state_slice(slices[name], master)))
+    load_checkpoint(run, checkpoint, at_its_step)
+    get_logger().info("the model in memory is the best one, of step %d", state.best_global_step)
+
+
 def _rehearse(run: Run) -> None:
+    """A step with a gradient and a learning rate of zero."""
     assert run.train_loader is not None
     engine = run.engine
     groups = engine.param_groups()
@@ -122,9 +154,16 @@ def _rehearse(run: Run) -> None:
     with consensus(run.mesh, "the rehearsal"):
         batches = run.executor.prepared([run.train_loader.single(0)])
     run.executor.train(batches, step_tokens=1, weight=0.0)
-    engine.optimizer_step()
+    skipped = engine.optimizer_step().skipped
     for group, rate in zip(groups, rates, strict=True):
         group["lr"] = rate
+    with consensus(run.mesh, "the rehearsed step"):
+        if skipped:
+            raise NonFiniteError(
+                "the model gives no finite loss on the first training sample",
+                "a state is loaded around a step with a learning rate of zero, which has to be finite",
+                "export the checkpoint with ds-trainer export, and look at its weights",
+            )
 
 
 def _write_state(engine: Engine, saved: ShardReader) -> None:
@@ -155,10 +194,3 @@ def _write_state(engine: Engine, saved: ShardReader) -> None:
 
 def _below(tensors: Mapping[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
     return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
-
-
-def best_parameters(engine: Engine, saved: ShardReader) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every full parameter: a trained one from the checkpoint, a frozen one from the engine."""
-    for name, value in engine.full_parameters():
-        trained = saved.full(f"{MASTER}/{name}")
-        yield name, value if trained is None else trained

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from ds_trainer.callbacks.best_metric import is_better, metric_value
 from ds_trainer.callbacks.trainer_state import TrainerState
 from ds_trainer.checkpoint.folder import folder_of, rotate
 from ds_trainer.config.schema import RunConfig
-from ds_trainer.errors import MachineError
+from ds_trainer.errors import CheckpointError, DesyncError, MachineError, UserError
 from ds_trainer.log import get_logger, rank
 from ds_trainer.metrics import EvalMetrics
 
@@ -31,6 +33,33 @@ class CheckpointManager:
         self._output_dir = Path(config.run.output_dir)
         self.saved_step: int | None = None
 
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint holds of the best model: where it is, seen from the output folder."""
+        best = self._state.best_model_checkpoint
+        return {"best_model_checkpoint": best and os.path.relpath(best, self._output_dir)}
+
+    def resumed(self, folder: Path) -> None:
+        """Goes on from a checkpoint, once the state has been loaded from it; its output folder may have been moved.
+
+        Args:
+            folder: The checkpoint.
+
+        Raises:
+            CheckpointError: The best model is to be loaded at the end, and its checkpoint is not there.
+        """
+        self.saved_step = self._state.global_step
+        if self._state.best_model_checkpoint is None:
+            return
+        best = Path(os.path.normpath(folder.parent / self._state.best_model_checkpoint))
+        self._state.best_model_checkpoint = str(best)
+        if self._config.checkpoint.load_best_model_at_end and not best.is_dir():
+            raise CheckpointError(
+                f"the best model so far is that of step {self._state.best_global_step}, and {best} is not there",
+                "checkpoint.load_best_model_at_end reads it at the end; it is looked for beside the checkpoint that a "
+                "run goes on from, or where it was seen from there",
+                "move it there, or set checkpoint.load_best_model_at_end to false",
+            )
+
     def saves_left(self) -> int:
         """Saves that are due in the rest of the run, without those of best models and of callbacks' requests."""
         every, done, last = self._config.checkpoint.every_steps, self._state.global_step, self._state.max_steps
@@ -44,10 +73,58 @@ class CheckpointManager:
         if requested or (every and self._state.global_step % every == 0):
             self.save_once()
 
-    def at_end(self) -> None:
-        """Saves the last step of a run that is at least `checkpoint.every_steps` long."""
+    def at_end(self, save_model: Callable[[], object]) -> None:
+        """Saves the last step of a run of at least `checkpoint.every_steps`; exports it, or leaves that to `export_best`.
+
+        Args:
+            save_model: Writes the export; a collective.
+
+        Raises:
+            UserError: It cannot be written; the step is saved, whatever the run's length, and the text says how to
+                export from there.
+        """
         if 0 < self._config.checkpoint.every_steps <= self._state.global_step:
             self.save_once()
+        if not self._config.checkpoint.load_best_model_at_end:
+            self._export(save_model)
+
+    def export_best(self, load_best: Callable[[], None], save_model: Callable[[], object]) -> None:
+        """Puts the best model in memory and exports it, where `checkpoint.load_best_model_at_end` is on.
+
+        Args:
+            load_best: Puts it in memory; a collective.
+            save_model: As in `at_end`.
+
+        Raises:
+            UserError: As in `at_end`.
+        """
+        if self._config.checkpoint.load_best_model_at_end:
+            load_best()
+            self._export(save_model)
+
+    def _export(self, save_model: Callable[[], object]) -> None:
+        if not self._config.checkpoint.export:
+            return
+        try:
+            save_model()
+        except UserError as error:
+            if error.on_all_ranks and not isinstance(error, DesyncError):
+                error.add_note(self._way_to_the_model())
+            raise
+
+    def _way_to_the_model(self) -> str:
+        best = self._state.best_model_checkpoint if self._config.checkpoint.load_best_model_at_end else None
+        folder = folder_of(self._output_dir, self._state.global_step) if best is None else Path(best)
+        if best is None and self.saved_step != self._state.global_step:
+            try:
+                self.save()
+            except MachineError as error:
+                return f"nor can a checkpoint of this step be saved: {error.found}"
+        if self._config.model.path is None:
+            way = f"the same script with checkpoint.resume = {folder} exports it again"
+        else:
+            way = f"ds-trainer export {folder} --out FOLDER"
+        return f"saved:  {folder} holds the trained weights: {way}"
 
     def at_stop(self) -> None:
         """Saves the last step of a stopped run, unless it has been saved.

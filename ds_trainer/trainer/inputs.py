@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from ds_trainer.config.backend import backend
 from ds_trainer.config.io import load_config
@@ -19,7 +20,9 @@ from ds_trainer.interop.hf.fields import TRAINING_ARGUMENTS, with_field_names
 from ds_trainer.interop.hf.importer import from_hf
 from ds_trainer.launch.environment import grid_from_environment
 from ds_trainer.log import get_logger
+from ds_trainer.models.torch_wrappers import unwrapped_model
 from ds_trainer.optim import LOOK_AT_FULL_TENSORS
+from ds_trainer.torch_internals import remove_hooks
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -57,6 +60,19 @@ def loaded_config(
         run_config = run_config.model_copy(update={"model": section})
         origins = origins | {"model.path": f"Trainer(model=...){said}"}
     return run_config, origins
+
+
+def instance_of(model: Any) -> nn.Module | None:
+    """The model instance among `Trainer(model=...)`, out of torch's wrappers around it; None: it is none."""
+    if not isinstance(model, nn.Module):
+        return None
+    inside = unwrapped_model(model)
+    if inside is not model:
+        text = "the model inside %s is trained: parallel.engine and model.compile say how it is wrapped"
+        get_logger().info(text, type(model).__name__)
+    if isinstance(model, DistributedDataParallel):
+        remove_hooks(model)
+    return inside
 
 
 def config_of_arguments(args: TrainingArguments, train_dataset: Any = None) -> tuple[RunConfig, dict[str, str]]:

@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
-from ds_trainer.callbacks.trainer_state import TrainerState
 from ds_trainer.checkpoint.export import export_model
-from ds_trainer.checkpoint.verified import open_checkpoint
 from ds_trainer.distributed.consensus import agree, consensus
 from ds_trainer.log import get_logger
 from ds_trainer.models.load_weights import persistent_buffers
+from ds_trainer.models.meta_model import written_class
 from ds_trainer.run_folder import MODEL
-from ds_trainer.trainer.checkpoint_io import best_parameters
 from ds_trainer.trainer.run import Run
 
 
-def save_model(run: Run, state: TrainerState, output_dir: str | Path | None) -> Path:
+def save_model(run: Run, output_dir: str | Path | None) -> Path:
     """See `Trainer.save_model`.
 
     Args:
         run: The run.
-        state: Names the checkpoint of the best model, which is exported where the config asks for it.
         output_dir: Folder; None: `<run.output_dir>/model`.
     """
     config = run.resolved.config
@@ -31,7 +27,7 @@ def save_model(run: Run, state: TrainerState, output_dir: str | Path | None) -> 
     agree(run.mesh, "save_model()")
     with consensus(run.mesh, "the export"):
         export_model(
-            _parameters(run, state),
+            run.engine.full_parameters(),
             run.model,
             run.tokenizer,
             str(folder),
@@ -41,15 +37,20 @@ def save_model(run: Run, state: TrainerState, output_dir: str | Path | None) -> 
             buffers=_buffers(run),
         )
     get_logger().info("model: %s", folder)
+    get_logger().info("in Python: %s", line_that_loads(run, folder))
     return folder
 
 
-def _parameters(run: Run, state: TrainerState) -> Iterator[tuple[str, torch.Tensor]]:
-    best = state.best_model_checkpoint
-    if best is None or not run.resolved.config.checkpoint.load_best_model_at_end:
-        return run.engine.full_parameters()
-    get_logger().info("the export is the best model, of step %d", state.best_global_step)
-    return best_parameters(run.engine, open_checkpoint(Path(best), run.mesh).shards())
+def line_that_loads(run: Run, folder: Path) -> str:
+    """The line of Python that loads an exported model."""
+    config, written = run.resolved.config.model, written_class(run.model)
+    if config.path is not None:
+        module, name = "transformers", config.auto_class
+    else:
+        module, name = written.__module__, written.__name__
+        module = "transformers" if module.startswith("transformers.models.") else module
+    trust = ", trust_remote_code=True" if config.path is not None and config.trust_remote_code else ""
+    return f"from {module} import {name}; model = {name}.from_pretrained({str(folder)!r}{trust})"
 
 
 def _buffers(run: Run) -> dict[str, torch.Tensor]:

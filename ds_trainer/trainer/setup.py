@@ -19,6 +19,7 @@ import torch
 
 from ds_trainer.callbacks.best_metric import require_evaluations
 from ds_trainer.callbacks.trackers import check_trackers
+from ds_trainer.checkpoint.export import prove_export
 from ds_trainer.checkpoint.folder import STATE
 from ds_trainer.checkpoint.shard_reader import MasterWeights
 from ds_trainer.config.accelerate.launcher_conflicts import check_accelerate_launch
@@ -178,6 +179,8 @@ def _build_model(plan: SetupPlan, data: LoadedData, inputs: TrainerInputs, mesh:
         model, weights = build_model(config, inputs.model, plan.source.spec, data.tokenizer)
         if data.train_loader is not None:
             require_evaluations(config, data.eval_loader is not None)
+            if config.checkpoint.export and mesh.grid.rank == 0:
+                prove_export(model)
         eval_prompts = prompts_to_continue(config.evaluation, data.eval_loader, model, data.tokenizer, positions)
         trained = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
         staged, split = apply_parallelism(model, resolved, plan.provenance, positions, mesh)

@@ -18,20 +18,20 @@ from ds_trainer.checkpoint.folder import STATE
 from ds_trainer.checkpoint.rng import set_rng_state
 from ds_trainer.checkpoint.save import RankState
 from ds_trainer.checkpoint.verified import VerifiedCheckpoint
-from ds_trainer.distributed.consensus import agree
+from ds_trainer.distributed.consensus import agree, consensus
 from ds_trainer.engines.replica_check import check_replicas
 from ds_trainer.launch import signals
 from ds_trainer.log import get_logger
 from ds_trainer.metrics import EvalMetrics, WindowMean
 from ds_trainer.run_folder import GENERATIONS
-from ds_trainer.trainer.checkpoint_io import check_saving, load_checkpoint, save_checkpoint
+from ds_trainer.trainer.checkpoint_io import check_saving, load_best_model, load_checkpoint, save_checkpoint
 from ds_trainer.trainer.checkpoint_manager import CheckpointManager
 from ds_trainer.trainer.collective import collective
 from ds_trainer.trainer.ending import log_idle_steps, log_stop, orderly_end, stop_reasons
 from ds_trainer.trainer.eval_samples import show_samples, write_samples
 from ds_trainer.trainer.generation import Decoding, Messages, generate_texts
 from ds_trainer.trainer.inference import evaluate, predict
-from ds_trainer.trainer.inputs import ConfigSource, TrainerInputs, loaded_config
+from ds_trainer.trainer.inputs import ConfigSource, TrainerInputs, instance_of, loaded_config
 from ds_trainer.trainer.learning_rate import LearningRate
 from ds_trainer.trainer.model_export import save_model
 from ds_trainer.trainer.non_finite import NonFinitePolicy
@@ -90,7 +90,7 @@ class Trainer:
         optimizer, self.lr_scheduler = optimizers
         self.optimizer_is_given = optimizer is not None
         inputs = TrainerInputs(
-            model=model if isinstance(model, nn.Module) else None,
+            model=instance_of(model),
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             processing_class=processing_class,
@@ -167,15 +167,11 @@ class Trainer:
 
     def _finish(self) -> None:
         """Saves, exports and evaluates after the last step; saves first, since the weights exist nowhere else."""
-        self._checkpoints.at_end()
-        best = self.config.checkpoint.load_best_model_at_end
-        if self.config.checkpoint.export and not best:
-            self.save_model()
+        self._checkpoints.at_end(self.save_model)
         self._evaluate_if(self.config.evaluation.at_end)
         if self._stop_signal:
             raise signals.StopRequested
-        if self.config.checkpoint.export and best:
-            self.save_model()
+        self._checkpoints.export_best(partial(load_best_model, self.run, self.state), self.save_model)
         self._call("on_train_end")
         log_idle_steps(self.state)
 
@@ -329,7 +325,7 @@ class Trainer:
         Args:
             output_dir: Folder; None: `<run.output_dir>/model`.
         """
-        return save_model(self.run, self.state, output_dir)
+        return save_model(self.run, output_dir)
 
     @collective
     def save_checkpoint(self) -> Path:
@@ -353,6 +349,7 @@ class Trainer:
         groups = self.engine.param_groups() if self.optimizer_is_given else []
         return {
             **self.state.state_dict(),
+            **self._checkpoints.state_dict(),
             "planned_steps": self.planned_steps(),
             "data": {**loader.sampler.state_dict(), "probes": self.run.data_probes},
             "window": self.window.state_dict(),
@@ -381,7 +378,8 @@ class Trainer:
         self._random = load_checkpoint(self.run, checkpoint, saved)
         self.load_state_dict(saved)
         check_length(checkpoint, self.state)
-        self._checkpoints.saved_step = self.state.global_step
+        with consensus(self.run.mesh, "the checkpoint of the best model"):
+            self._checkpoints.resumed(checkpoint.folder)
         log_resumed(checkpoint, self.state)
 
     def _set_random_state(self) -> None:

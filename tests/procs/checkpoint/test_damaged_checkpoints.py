@@ -124,6 +124,17 @@ def test_a_damaged_checkpoint_that_is_asked_for_by_name_fails_on_all_ranks(world
     assert "checkpoint-4/state-00001-000.safetensors has another SHA-256" in first
 
 
+@pytest.mark.case("N5")
+def test_what_only_one_rank_misses_ends_all_of_them_alike(world, run_dir):
+    folder, name = run_dir / "checkpoint-4", files("rank")
+    (folder / name).unlink()
+    manifest = json.loads((folder / "manifest.json").read_text())
+    del manifest["files"][name]
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    first, second = world(fail_to_resume, 2, run_dir, str(folder))
+    assert first == second and name in first
+
+
 @pytest.mark.case("D7")
 def test_where_no_checkpoint_is_whole_nothing_is_replaced(world, run_dir):
     for folder in run_dir.glob("checkpoint-*"):

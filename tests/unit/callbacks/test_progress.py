@@ -2,7 +2,7 @@ import io
 
 import pytest
 
-from ds_trainer.callbacks.progress import PLAIN_LINE_EVERY_S, Progress, summary
+from ds_trainer.callbacks.progress import Progress, summary
 from ds_trainer.log import get_logger
 from ds_trainer.metrics import StepMetrics
 
@@ -51,15 +51,26 @@ def test_a_terminal_gets_a_bar_with_the_windows_numbers(monkeypatch, log):
     assert not log.records
 
 
-def test_elsewhere_lines_come_at_most_every_few_seconds_and_at_the_end(log, clock):
+@pytest.mark.case("N12")
+def test_elsewhere_every_window_is_a_line(log, clock):
     with Progress(total_steps=4, bar=True) as progress:
-        for step, after_s in ((1, 1.0), (2, 1.0), (3, PLAIN_LINE_EVERY_S), (4, 0.0)):
+        for step, after_s in ((1, 1.0), (2, 1.0), (3, 10.0), (4, 0.0)):
             clock[0] += after_s
             progress.step()
             progress.show(metrics(step))
     lines = [record.getMessage() for record in log.records]
-    assert [line.split(" [")[0] for line in lines] == ["step 1/4", "step 3/4", "step 4/4"]
-    assert "[00:12<00:04]" in lines[1]  # three steps took 12 s, so the last one takes 4
+    assert [line.split(" [")[0] for line in lines] == ["step 1/4", "step 2/4", "step 3/4", "step 4/4"]
+    assert "[00:12<00:04]" in lines[2]  # three steps took 12 s, so the last one takes 4
+
+
+@pytest.mark.case("N12")
+def test_the_total_is_of_this_process(clock):
+    with Progress(total_steps=6, bar=False, first_step=3) as progress:
+        for step in (4, 5, 6):
+            progress.step()
+            progress.show(metrics(step))
+        clock[0] += 60.0
+        assert progress.total(6) == "3 steps in 01:00, evaluations and saves included: 50 tok/s on average"
 
 
 def test_a_resumed_run_begins_at_its_step_and_reckons_with_its_own_steps_only(monkeypatch, log, clock):
