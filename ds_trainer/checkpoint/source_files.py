@@ -25,7 +25,7 @@ _TEMPLATES = (CHAT_TEMPLATE_FILE, LEGACY_PROCESSOR_CHAT_TEMPLATE_FILE, CHAT_TEMP
 
 
 def carry_source_files(model: PreTrainedModel, folder: Path) -> None:
-    """Copies the files of processors from the checkpoint that a model came from, and chat templates.
+    """Copies the files of processors from the checkpoint that a model came from, and their chat templates.
 
     Nothing is copied for a class that reads a part of the checkpoint only, such as its language model: the processors
     belong to the others. A template that the tokenizer has written stays the only one.
@@ -36,6 +36,8 @@ def carry_source_files(model: PreTrainedModel, folder: Path) -> None:
     """
     source = _source_folder(model)
     if source is None or _json(source / CONFIG_NAME).get("model_type") != model.config.model_type:
+        return
+    if not any((source / name).is_file() for name in _PROCESSORS):
         return
     has_template = (folder / CHAT_TEMPLATE_FILE).exists()
     for name in _PROCESSORS if has_template else (*_PROCESSORS, *_TEMPLATES):

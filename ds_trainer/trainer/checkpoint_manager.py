@@ -74,7 +74,7 @@ class CheckpointManager:
             self.save_once()
 
     def at_end(self, save_model: Callable[[], object]) -> None:
-        """Saves the last step of a run of at least `checkpoint.every_steps`; exports it, or leaves that to `export_best`.
+        """Saves the last step of a run that is `checkpoint.every_steps` long, and exports it if not the best one.
 
         Args:
             save_model: Writes the export; a collective.
