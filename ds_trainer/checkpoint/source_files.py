@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
 from transformers import PreTrainedModel
 from transformers.utils import (
     AUDIO_TOKENIZER_NAME,
@@ -54,7 +55,10 @@ def _source_folder(model: PreTrainedModel) -> Path | None:
         return None
     if Path(name).is_dir():
         return Path(name)
-    cached = try_to_load_from_cache(name, CONFIG_NAME) if name.count("/") <= 1 else None
+    try:
+        cached = try_to_load_from_cache(name, CONFIG_NAME)
+    except HFValidationError:  # A folder that is no longer there.
+        return None
     return Path(cached).parent if isinstance(cached, str) else None
 
 
