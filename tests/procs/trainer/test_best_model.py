@@ -43,7 +43,8 @@ def best_of_four(engine, out, dtype="fp32", callbacks=(), scores=SCORES, resume=
         "precision": {"dtype": dtype},
         "run": {"max_steps": steps, "epochs": None},
         "evaluation": {"every_steps": 1, "metric_for_best_model": "score", "greater_is_better": False},
-        "checkpoint": {"load_best_model_at_end": True, "export": True, "resume": resume, "keep_last": 1},
+        "checkpoint": {"load_best_model_at_end": True, "export": True, "resume": resume}
+        | {"every_steps": 3, "keep_last": 1},
     } | sections
     return make_trainer(engine, out, given=metrics | {"callbacks": list(callbacks)} | (given or {}), **sections)
 
@@ -92,11 +93,10 @@ def test_every_rank_of_a_split_model_gets_its_part(world, tmp_path, engine, para
     check(world, tmp_path, engine, parallel=keys | parallel, batch={"global_size": 8, "micro_size": 1})
 
 
-def interrupted(out):
+def interrupted(out, engine="zero2"):
     """Ends after three of four steps, as by a run's limit."""
-    trainer = best_of_four("zero2", out, scores={1: 5, 2: 1, 3: 2}, steps=3)
+    trainer = best_of_four(engine, out, scores={1: 5, 2: 1, 3: 2}, steps=3)
     trainer.train()
-    trainer.save_checkpoint()
     trainer.close()
 
 
@@ -133,14 +133,7 @@ def refused(out):
 
 @pytest.mark.case("N8")
 def test_a_best_model_that_is_gone_is_missed_before_the_first_step(world, tmp_path):
-    world(interrupted_on_ddp, 2, tmp_path)
+    world(interrupted, 2, tmp_path, "ddp")
     shutil.rmtree(tmp_path / "checkpoint-2")
     for text, agreed in world(refused, 2, tmp_path):
         assert agreed and "checkpoint-2 is not there" in text and "checkpoint.load_best_model_at_end" in text
-
-
-def interrupted_on_ddp(out):
-    trainer = best_of_four("ddp", out, scores={1: 5, 2: 1, 3: 2}, steps=3)
-    trainer.train()
-    trainer.save_checkpoint()
-    trainer.close()
