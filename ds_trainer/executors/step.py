@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -36,13 +36,21 @@ class StepLoss:
         return self.loss_sum / self.num_tokens if self.num_tokens else float("nan")
 
 
-def run_step(microbatches: Iterable[Batch], executor: Executor, loss: LossFunction, mesh: Mesh, place: str) -> StepLoss:
+def run_step(
+    microbatches: Iterable[Batch],
+    samples: Sequence[Sequence[int]],
+    executor: Executor,
+    loss: LossFunction,
+    mesh: Mesh,
+    place: str,
+) -> StepLoss:
     """Runs forward and backward of every micro-batch of one step.
 
     Every rank passes the same number of micro-batches. A step without any label token runs nothing.
 
     Args:
         microbatches: This rank's.
+        samples: Indices of each one's samples; of a filler none.
         executor: Runs them.
         loss: Counts their label tokens.
         mesh: Process groups.
@@ -57,7 +65,8 @@ def run_step(microbatches: Iterable[Batch], executor: Executor, loss: LossFuncti
     """
     with consensus(mesh, place) as outcome:
         batches = list(microbatches)
-        # Counted on the host: a GPU would have to be waited for.
+        # Checked and counted on the host: a GPU would have to be waited for.
+        check_labels(batches, samples, loss)
         counts = sum(loss.num_tokens(batch) for batch in batches), sum(map(seen_tokens, batches))
         digest = batch_digest(batches, mesh.grid)
         outcome.values = *counts, digest_term(digest, mesh.grid)
@@ -70,6 +79,19 @@ def run_step(microbatches: Iterable[Batch], executor: Executor, loss: LossFuncti
     local_sum = torch.stack(sums).sum(dtype=torch.float64).item() if sums else 0.0
     bad = tuple(i for i, value in enumerate(sums) if not torch.isfinite(value))
     return StepLoss(mesh.sum_over_pp(*mesh.sum_over_dp(local_sum))[0], total, seen, bad)
+
+
+def check_labels(batches: Sequence[Batch], samples: Sequence[Sequence[int]], loss: LossFunction) -> None:
+    """Checks the labels of micro-batches; see `LossFunction.check`.
+
+    Args:
+        batches: This rank's.
+        samples: Indices of each one's samples; of a filler none.
+        loss: Knows what their labels are.
+    """
+    for batch, of_batch in zip(batches, samples, strict=True):
+        if of_batch:
+            loss.check(batch, of_batch)
 
 
 def seen_tokens(batch: Batch) -> int:

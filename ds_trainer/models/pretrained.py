@@ -10,12 +10,12 @@ import torch
 import transformers
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 from transformers.models.auto.auto_factory import _BaseAutoModelClass
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ds_trainer.config.input_sections import ModelConfig
 from ds_trainer.errors import ConfigError, ModelError
 from ds_trainer.models.activation_checkpointing import enable_activation_checkpointing
 from ds_trainer.models.meta_model import skeleton
+from ds_trainer.models.rope_lengths import use_own_lengths
 from ds_trainer.planning.checkpoint_spec import quantized_error
 
 
@@ -64,6 +64,7 @@ def prepare_for_training(model: PreTrainedModel, model_config: ModelConfig) -> N
     if not hasattr(model, "source_use_cache"):  # What an export writes back.
         model.source_use_cache = getattr(model.config.get_text_config(), "use_cache", True)  # type: ignore[assignment]
     set_use_cache(model.config, False)
+    use_own_lengths(model)
     if model_config.gradient_checkpointing:
         enable_activation_checkpointing(model, model_config.gradient_checkpointing)
     model.train()
@@ -74,12 +75,6 @@ def set_use_cache(config: Any, value: bool) -> None:
     for part in (config, config.get_text_config()):
         if hasattr(part, "use_cache"):
             part.use_cache = value
-
-
-def is_causal_lm(model: torch.nn.Module) -> bool:
-    """Whether the model predicts each next token, so that logits and labels alone give its loss."""
-    name = type(model).__name__
-    return name.endswith("ForCausalLM") or name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
 
 
 def _auto_class(name: str) -> Any:

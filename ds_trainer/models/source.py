@@ -8,12 +8,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedConfig
 
 from ds_trainer.config.input_sections import ModelConfig
 from ds_trainer.errors import ConfigError
 from ds_trainer.health.expected_wait import expected_wait
 from ds_trainer.models.hub import resolve_folder
 from ds_trainer.planning.checkpoint_spec import ModelSpec, read_spec
+from ds_trainer.planning.positions import position_limit
 
 _TORCH_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
@@ -49,7 +51,10 @@ class ModelSource:
         """Longest sequence that the model takes; None where there is no limit."""
         if self.spec is not None:
             return self.spec.max_positions
-        return getattr(getattr(self.instance, "config", None), "max_position_embeddings", None)
+        config = getattr(self.instance, "config", None)
+        if isinstance(config, PreTrainedConfig):
+            return position_limit(config.get_text_config().to_dict())
+        return getattr(config, "max_position_embeddings", None)
 
     def dtype(self) -> torch.dtype:
         """Dtype of the instance's first parameter, or of most tensors of the checkpoint; else fp32."""

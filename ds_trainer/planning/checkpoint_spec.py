@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_trainer.errors import ModelError
+from ds_trainer.planning.positions import position_limit
 
 CONFIG_KEYS = (
     "hidden_size",
@@ -158,7 +159,7 @@ def read_spec(folder: str) -> ModelSpec:
         model_type=model_type,
         hidden_size=text.get("hidden_size"),
         vocab_size=text.get("vocab_size"),
-        max_positions=text.get("max_position_embeddings"),
+        max_positions=position_limit(text),
         tied=bool(tied),
         tensors={} if pickled else read_headers(folder),
         pickled=pickled,

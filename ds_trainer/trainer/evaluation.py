@@ -16,8 +16,9 @@ from ds_trainer.distributed.consensus import consensus
 from ds_trainer.distributed.process_groups import Mesh
 from ds_trainer.engines.base import Engine
 from ds_trainer.executors.base import Evaluated
+from ds_trainer.executors.step import check_labels
 from ds_trainer.launch.signals import StopRequested
-from ds_trainer.loss import IGNORE_INDEX, Batch, with_logits
+from ds_trainer.loss import IGNORE_INDEX, Batch, LossFunction, with_logits
 from ds_trainer.models.load_weights import persistent_buffers
 from ds_trainer.trainer.run import Run
 
@@ -74,15 +75,15 @@ def run_evaluation(
     with closing(loader), eval_mode(engine), torch.no_grad():
         for first in range(0, num_steps, executor.at_once):
             steps = range(first, min(first + executor.at_once, num_steps))
-            batches = _read(loader, steps, mesh)
+            samples = [of_batch for step in steps for of_batch in loader.sampler.microbatches(step)]
+            batches = _read(loader, steps, samples, loss, mesh)
             local_tokens += sum(loss.num_tokens(batch) for batch in batches)
             found = executor.evaluate(batches, loss, collect_predictions)
             for _ in batches:
                 after_microbatch()
             local_sum += sum(one.loss_sum for one in found)
             if collect_predictions and found:
-                indices = [samples for step in steps for samples in loader.sampler.microbatches(step)]
-                rows += _rows(indices, found, batches)
+                rows += _rows(samples, found, batches)
     loss_sum, num_tokens = mesh.sum_over_dp(local_sum, local_tokens)
     (loss_sum,) = mesh.sum_over_pp(loss_sum)
     predictions, labels = mesh.broadcast_object_over_pp(_gathered(rows, mesh)) if collect_predictions else (None, None)
@@ -90,7 +91,9 @@ def run_evaluation(
     return EvaluationResult(mean, int(num_tokens), time.monotonic() - began, predictions, labels)
 
 
-def _read(loader: BatchLoader, steps: range, mesh: Mesh) -> list[Batch]:
+def _read(
+    loader: BatchLoader, steps: range, samples: Sequence[Sequence[int]], loss: LossFunction, mesh: Mesh
+) -> list[Batch]:
     """This rank's micro-batches of some global batches, once all ranks have theirs.
 
     Raises:
@@ -101,6 +104,7 @@ def _read(loader: BatchLoader, steps: range, mesh: Mesh) -> list[Batch]:
     mesh.monitor.at(place)
     with consensus(mesh, place) as outcome:
         batches: list[Batch] = [batch for step in steps for batch in loader.step(step)]
+        check_labels(batches, samples, loss)
         digest = batch_digest(batches, mesh.grid)
         outcome.values = (digest_term(digest, mesh.grid),)
     if outcome.stop:

@@ -27,7 +27,7 @@ def run_passes(run: Run, step: int) -> StepLoss:
     loader, place = run.training_data(), step_name(step)
     microbatches = loader.sampler.microbatches(step)
     run.mesh.monitor.at(place, step + 1, [index for samples in microbatches for index in samples])
-    return run_step(loader.step(step), run.executor, run.loss, run.mesh, place)
+    return run_step(loader.step(step), microbatches, run.executor, run.loss, run.mesh, place)
 
 
 def step_name(step: int) -> str:

@@ -24,12 +24,11 @@ def tiny_llama(
         intermediate_size=intermediate or 2 * hidden,
         num_hidden_layers=layers,
         vocab_size=vocab,
-        max_position_embeddings=128,
         tie_word_embeddings=tied,
         pad_token_id=0,
         bos_token_id=1,
         eos_token_id=2,
-        **{"num_attention_heads": 4, "num_key_value_heads": 2, **extra},
+        **{"max_position_embeddings": 128, "num_attention_heads": 4, "num_key_value_heads": 2, **extra},
     )
     return LlamaForCausalLM(config)
 

@@ -5,7 +5,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from ds_trainer.config.training_sections import LossConfig
-from ds_trainer.errors import ConfigError
+from ds_trainer.errors import ConfigError, DataError
 from ds_trainer.loss import CausalLMLoss, CrossEntropy, ModelOwnLoss, UserLoss, make_loss, shifted_labels
 
 
@@ -71,13 +71,13 @@ def test_the_loss_of_low_precision_logits_is_computed_in_fp32(batch, outputs):
     ids=["classes", "tokens", "values", "value-rows", "filler-values"],
 )
 def test_a_models_own_mean_is_weighted_by_what_it_averages_over(labels, count):
-    loss = ModelOwnLoss()
+    loss = ModelOwnLoss("Bert", True)
     assert loss.num_tokens({"labels": labels}) == count
 
 
 def test_a_models_own_mean_becomes_a_sum(batch):
     outputs = {"loss": torch.tensor(2.0), "logits": torch.ones(2, 3)}
-    loss = ModelOwnLoss()
+    loss = ModelOwnLoss("Bert", True)
     assert loss.loss_sum(outputs, batch, step_tokens=99).item() == 2.0 * 5
     assert loss.inputs(batch).keys() == {"input_ids", "labels"}
 
@@ -85,7 +85,9 @@ def test_a_models_own_mean_becomes_a_sum(batch):
 def test_a_models_mean_over_nothing_does_not_reach_the_gradient(batch):
     logits = torch.ones(2, 3, requires_grad=True)
     batch["labels"] = torch.full_like(batch["labels"], -100)
-    total = ModelOwnLoss().loss_sum({"loss": logits.sum() * torch.nan, "logits": logits}, batch, step_tokens=5)
+    total = ModelOwnLoss("Bert", True).loss_sum(
+        {"loss": logits.sum() * torch.nan, "logits": logits}, batch, step_tokens=5
+    )
     total.backward()
     assert total.item() == 0.0 and logits.grad.tolist() == [[0.0] * 3] * 2
 
@@ -103,14 +105,50 @@ def test_a_users_function_gets_the_tokens_of_the_whole_step(batch, outputs):
 
 
 def test_the_loss_of_a_run_follows_from_its_model_and_its_function():
-    assert isinstance(make_loss("LlamaForCausalLM", True, LossConfig(), None, CrossEntropy()), CausalLMLoss)
-    assert isinstance(make_loss("BertForMaskedLM", False, LossConfig(), None, CrossEntropy()), ModelOwnLoss)
-    assert isinstance(make_loss("BertForMaskedLM", False, LossConfig(), max, CrossEntropy()), UserLoss)
+    assert isinstance(make_loss("LlamaForCausalLM", "causal_lm", LossConfig(), None, CrossEntropy()), CausalLMLoss)
+    assert isinstance(make_loss("BertForMaskedLM", "mean_of_labels", LossConfig(), None, CrossEntropy()), ModelOwnLoss)
+    assert isinstance(make_loss("BertForMaskedLM", "mean_of_labels", LossConfig(), max, CrossEntropy()), UserLoss)
 
 
-@pytest.mark.parametrize(("causal", "function", "whose"), [(False, None, "BertForMaskedLM"), (True, max, "Trainer")])
+@pytest.mark.parametrize(
+    ("kind", "function", "whose"), [("mean_of_labels", None, "BertForMaskedLM"), ("causal_lm", max, "Trainer")]
+)
 @pytest.mark.parametrize("key", [{"label_smoothing": 0.1}, {"chunk_tokens": 4}])
-def test_keys_of_a_loss_that_is_not_ours_are_refused(causal, function, whose, key):
+def test_keys_of_a_loss_that_is_not_ours_are_refused(kind, function, whose, key):
     ((name, value),) = key.items()
     with pytest.raises(ConfigError, match=f"loss.{name} is {value} and .*{whose}"):
-        make_loss("BertForMaskedLM", causal, LossConfig(**key), function, CrossEntropy())
+        make_loss("BertForMaskedLM", kind, LossConfig(**key), function, CrossEntropy())
+
+
+@pytest.mark.case("N9")
+def test_no_digit_is_lost_at_a_large_vocabulary():
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(4, 262_144, generator=generator).mul(3).requires_grad_()
+    labels = torch.randint(0, 262_144, (4,), generator=generator)
+    exact = logits.detach().double().requires_grad_()
+    expected = cross_entropy(exact, labels, reduction="sum")
+    expected.backward()
+    loss = CrossEntropy().sum(logits, labels)
+    loss.backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=2e-7)
+    assert (logits.grad - exact.grad).abs().max() <= 2e-7 * exact.grad.abs().max()
+    torchs_own = cross_entropy(logits.detach(), labels, reduction="sum")
+    assert torchs_own.item() != pytest.approx(expected.item(), rel=1e-6), "the fault is still torch's"
+
+
+@pytest.mark.case("K8")
+@pytest.mark.parametrize("label", [11, 999, -1, -5])
+def test_a_label_beyond_the_vocabulary_is_named_before_the_pass_and_never_gives_a_plausible_loss(batch, outputs, label):
+    batch["labels"][1, 1] = label
+    loss = CausalLMLoss(CrossEntropy(vocab_size=11))
+    with pytest.raises(DataError, match=f"sample 8 has the label {label}, and the model's head has 11 rows"):
+        loss.check(batch, [3, 8])
+    assert loss.loss_sum(outputs, batch, step_tokens=3).isnan()
+
+
+def test_a_mean_that_may_leave_out_the_first_position_is_taken_only_without_a_label_there(batch):
+    with pytest.raises(DataError, match=r"samples \[3, 8\] have a label at the first position, .* of Mine returns"):
+        ModelOwnLoss("Mine", False).check(batch, [3, 8])
+    ModelOwnLoss("Bert", True).check(batch, [3, 8])
+    batch["labels"][:, 0] = -100
+    ModelOwnLoss("Mine", False).check(batch, [3, 8])

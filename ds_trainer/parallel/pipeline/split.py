@@ -19,7 +19,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ds_trainer.errors import ModelError
-from ds_trainer.models.pretrained import is_causal_lm
+from ds_trainer.models.loss_kind import is_causal_lm
 from ds_trainer.parallel.patching import original_class
 from ds_trainer.parallel.pipeline.stages import StagedModel, build_stages
 from ds_trainer.parallel.pipeline.trace_model import (

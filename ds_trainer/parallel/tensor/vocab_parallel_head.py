@@ -37,7 +37,7 @@ class VocabParallelCrossEntropy(CrossEntropy):
     forward_options = {"vocab_parallel": True}
 
     def __init__(self, label_smoothing: float, sharding: TensorSharding, group: dist.ProcessGroup) -> None:
-        super().__init__(label_smoothing)
+        super().__init__(label_smoothing, sharding.shape[0])
         self._sharding, self._group = sharding, group
 
     def logits_of(self, head: nn.Module) -> Any:
@@ -69,7 +69,7 @@ def make_cross_entropy(model: Any, split: ModelSplit, mesh: Mesh, label_smoothin
     """
     head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
     if not isinstance(head, ColumnParallelLinear):
-        return CrossEntropy(label_smoothing)
+        return CrossEntropy(label_smoothing, getattr(head, "out_features", None))
     name = next(name for name, module in model.named_modules() if module is head)
     weight = next(name for name, parameter in model.named_parameters() if parameter is head.weight)
 

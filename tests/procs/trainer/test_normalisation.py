@@ -1,10 +1,19 @@
 """One loss everywhere: the sum over the label tokens of the whole step, divided once by their number."""
 
+import copy
+
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
-from transformers import BertConfig, BertForSequenceClassification, T5Config, T5ForConditionalGeneration
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    LlamaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
+from ds_trainer.errors import DataError
 from tests.helpers.runs import D8, ENGINES, collate, largest_difference, make_trainer, weights
 from tests.helpers.tiny import oracle, tiny_llama
 
@@ -53,6 +62,72 @@ def test_loss_norm_and_weights_do_not_depend_on_how_the_batch_is_cut(
 
 def cut_in_turn(engine, out, micro_sizes):
     return [one_step(engine, out, batch={"global_size": 8, "micro_size": size}) for size in micro_sizes]
+
+
+class MyModel(LlamaForCausalLM):
+    pass
+
+
+ALL_LABELS = [{"input_ids": row["input_ids"]} for row in D8]
+
+
+@pytest.mark.case("K3")
+def test_a_class_derived_from_a_causal_language_model_has_its_loss_whatever_it_is_called(world, tmp_path):
+    model = tiny_llama()
+    expected = oracle(model, [row | {"labels": row["input_ids"]} for row in ALL_LABELS])
+    for results in world(derived, 2, tmp_path):
+        check(results, (*expected[:2], after_sgd(model, expected[2])))
+
+
+def derived(out):
+    model = tiny_llama()
+    model.__class__ = MyModel
+    cells = [("ddp", 1), ("zero2", 2), ("fsdp2", 4)]
+    return [
+        one_step(engine, out, copy.deepcopy(model), ALL_LABELS, batch={"micro_size": size}) for engine, size in cells
+    ]
+
+
+@pytest.mark.case("K8")
+def test_labels_beyond_the_vocabulary_are_named_in_training_and_evaluation_whatever_the_layout(world, tmp_path):
+    for texts in world(labelled_beyond, 2, tmp_path):
+        assert len(texts) == 8
+        for name, text in texts:
+            assert "sample 5 has the label 65, and the model's head has 65 rows" in text, name
+            assert text.startswith("on rank 1") == (name in ("chunked", "zero2")), name
+
+
+LAYOUTS = {
+    "tp": {"parallel": {"engine": "ddp", "tp": 2}},
+    "pp": {"parallel": {"engine": "ddp", "pp": 2}},
+    "chunked": {"parallel": {"engine": "ddp"}, "loss": {"chunk_tokens": 8}},
+    "zero2": {"zero": {"stage": 2}},
+}
+
+
+def labelled_beyond(out):
+    texts = []
+    for name, sections in LAYOUTS.items():
+        trainer = make_trainer(
+            "ddp" if "parallel" in sections else "zero2",
+            out,
+            batch={"micro_size": 1},
+            evaluation={"batch_size": 1},
+            given={"data_collator": beyond, "eval_dataset": D8},
+            **sections,
+        )
+        for act in (trainer.evaluate, trainer.train):
+            with pytest.raises(DataError) as caught:
+                act()
+            texts.append((name, str(caught.value)))
+        trainer.close()
+    return texts
+
+
+def beyond(features):
+    batch = collate(features)
+    batch["labels"][(batch["input_ids"][:, 0] == D8[5]["input_ids"][0]), -1] = 65
+    return batch
 
 
 @pytest.mark.case("B2")

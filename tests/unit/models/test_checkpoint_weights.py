@@ -17,7 +17,8 @@ from ds_trainer.layout import TensorSlice
 from ds_trainer.models import checkpoint_weights, conversions
 from ds_trainer.models.checkpoint_weights import CheckpointWeights
 from ds_trainer.models.load_weights import load_full
-from ds_trainer.models.pretrained import build_skeleton, is_causal_lm, prepare_for_training
+from ds_trainer.models.loss_kind import is_causal_lm
+from ds_trainer.models.pretrained import build_skeleton, prepare_for_training
 from ds_trainer.models.resize import resize_embeddings_to_fit
 from ds_trainer.models.tokenizer import load_tokenizer
 from tests.helpers.checkpoints import KINDS, edit_config, make_checkpoint, make_model
@@ -345,11 +346,6 @@ def test_other_auto_classes_build_and_misspelt_ones_name_the_nearest(tmp_path):
         CheckpointWeights(folder, model)
     AutoModelForSequenceClassification.from_config(make_model("llama").config).save_pretrained(folder)
     load(folder, auto_class="AutoModelForSequenceClassification")
-
-
-def test_causal_models_are_known_as_such():
-    assert is_causal_lm(make_model("gpt2"))
-    assert is_causal_lm(make_model("mixtral"))
 
 
 def test_a_router_loss_with_weight_is_refused(tmp_path):

@@ -12,6 +12,7 @@ import pytest
 from ds_trainer.errors import ModelError
 from ds_trainer.models.hub import resolve_folder
 from ds_trainer.planning.checkpoint_spec import families, read_spec
+from ds_trainer.planning.positions import position_limit
 
 
 def write(folder: Path, config: dict, tensors: dict[str, tuple], file: str = "model.safetensors") -> str:
@@ -158,3 +159,21 @@ def test_the_shipped_table_is_what_small_models_show():
     from ds_trainer.parallel.make_families import make_families
 
     assert {name: vars(row) for name, row in families().items()} == make_families(), REMAKE
+
+
+@pytest.mark.case("M1")
+@pytest.mark.parametrize(
+    ("rope", "limit"),
+    [
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}, 256),
+        ({"type": "yarn", "factor": 4.0}, 256),
+        ({"rope_type": "dynamic", "factor": 2.0}, 128),
+        ({"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 4}, 64),
+        ({"rope_type": "default", "rope_theta": 1e4}, 64),
+        ({"full_attention": {"rope_type": "linear", "factor": 8.0}}, 64),
+        (None, 64),
+    ],
+)
+@pytest.mark.parametrize("key", ["rope_parameters", "rope_scaling"])
+def test_scaled_rotary_embeddings_reach_the_original_positions_times_their_factor(key, rope, limit):
+    assert position_limit({"max_position_embeddings": 64, key: rope}) == limit
