@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from contextlib import ExitStack
+from math import isfinite
 from types import TracebackType
 
 from tqdm import tqdm
@@ -20,7 +21,7 @@ def summary(metrics: StepMetrics) -> str:
     parts = [
         f"loss {loss}",
         f"lr {metrics.lr:.2e}",
-        f"grad norm {metrics.grad_norm:.3g}",
+        f"grad norm {f'{metrics.grad_norm:.3g}' if isfinite(metrics.grad_norm) else 'not finite'}",
         f"{metrics.tokens_per_s:,.0f} tok/s",
         f"input wait {metrics.input_wait_s / metrics.step_s:.0%}",
         f"{metrics.memory_bytes / 1e9:.1f} GB",

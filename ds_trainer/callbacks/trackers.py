@@ -7,7 +7,6 @@ import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,8 @@ from ds_trainer.callbacks.hf_logs import by_phase, hf_logs
 from ds_trainer.callbacks.view import TrainerView
 from ds_trainer.config.keys import leaf_values
 from ds_trainer.config.schema import RunConfig
-from ds_trainer.config.training_sections import LoggingConfig
 from ds_trainer.distributed.consensus import consensus
-from ds_trainer.errors import ConfigError, MachineError
+from ds_trainer.errors import MachineError
 from ds_trainer.health.expected_wait import expected_wait
 from ds_trainer.log import get_logger, warn_once
 from ds_trainer.metrics import EvalMetrics, StepMetrics
@@ -30,21 +28,6 @@ FINISH_S = 15.0
 """Longest wait at the end of a run for a tracker to send its last lines: a stopped run has little time."""
 MAX_WAITING_LINES = 10_000
 """Most lines that wait for a slow tracker; new ones are dropped then."""
-
-
-def check_trackers(config: LoggingConfig) -> None:
-    """Checks before the run that the trackers' packages are installed.
-
-    Raises:
-        ConfigError: One is not.
-    """
-    missing = [name for name in config.report_to if find_spec(name) is None]
-    if missing:
-        raise ConfigError(
-            f"logging.report_to names {', '.join(missing)}, not installed here",
-            "each tracker is a separate package",
-            f"pip install {' '.join(missing)}, or remove it from logging.report_to",
-        )
 
 
 class TrackerCallback(Callback):

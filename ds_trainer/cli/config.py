@@ -20,7 +20,7 @@ from ds_trainer.config.key_support_table import AS_BACKEND, ENGINES, cell
 from ds_trainer.config.keys import flatten, leaf_values, value
 from ds_trainer.config.machine import probe_machine_pure
 from ds_trainer.config.memory_needs import memory_rows_by_stage
-from ds_trainer.config.path_rules import check_files
+from ds_trainer.config.path_rules import check_files, unknown_hub_ids
 from ds_trainer.config.resolve import resolve
 from ds_trainer.config.resolved import ResolvedConfig
 from ds_trainer.config.schema import RunConfig
@@ -123,6 +123,7 @@ def _check(args: argparse.Namespace) -> int:
         for text in [
             *resolved.warnings,
             *_needed_by_the_command(loaded.config),
+            *unknown_hub_ids(loaded.config),
             *_checked_at_load(loaded.config, spec),
         ]:
             print(f"warning: {text}")
@@ -142,7 +143,7 @@ def _needed_by_the_command(config: RunConfig) -> Iterator[str]:
 def _checked_at_load(config: RunConfig, spec: ModelSpec | None) -> Iterator[str]:
     for axis in ("pp", "tp"):
         size = getattr(config.parallel, axis)
-        if size > 1 and spec is None:
+        if size > 1 and spec is None and not Path(config.model.path or "").expanduser().is_dir():
             yield f"whether parallel.{axis} {size} fits the model is checked at load: it is no folder here"
 
 

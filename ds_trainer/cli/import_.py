@@ -81,7 +81,7 @@ def _imported(native: Mapping[str, Any], expected: str | None, path: Path) -> Im
         case "deepspeed":
             found = from_deepspeed(native)
         case "accelerate":
-            found = from_accelerate(native, path.parent)
+            found = from_accelerate(native, path)
         case _:
             found = from_hf(native, folder=path.parent)
     if shown is None and all(line.outcome == "dropped" or line.value in (None, {}, []) for line in found.lines):

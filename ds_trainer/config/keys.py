@@ -173,6 +173,8 @@ def remove(tree: dict[str, Any], path: Sequence[str | int]) -> None:
 def nearest(key: str) -> str | None:
     """The known key that an unknown dotted key most likely stands for."""
     last = key.rpartition(".")[2]
+    if is_comment(last):
+        return None
     known = [*leaf_fields(), *sections()]
     by_last_part = {name.rpartition(".")[2]: name for name in reversed(known)}
     if last in FOREIGN_SPELLINGS:
@@ -184,9 +186,19 @@ def nearest(key: str) -> str | None:
     return None
 
 
+def is_comment(name: str) -> bool:
+    """Whether a key is there to hold a remark, as in files of tools that ignore keys which they do not know."""
+    return name.startswith(("_", "//", "#")) or name.lower() in ("comment", "comments")
+
+
+NO_COMMENTS = "remove it: JSON has no comments, and every key is read"
+
+
 def suggestion(key: str) -> str:
     """What to change about an unknown dotted key: the key that was meant, or where the keys are listed."""
     last, meant = key.rpartition(".")[2], nearest(key)
+    if is_comment(last):
+        return NO_COMMENTS
     if meant is None:
         return f"remove {key}; `ds-trainer config schema` lists every key"
     if meant == key:

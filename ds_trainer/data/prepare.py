@@ -83,7 +83,7 @@ def read_chat_template(path: str) -> str:
         DataError: The file cannot be read.
     """
     try:
-        return Path(path).read_text("utf-8")
+        return Path(path).read_text("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise DataError(

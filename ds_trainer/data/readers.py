@@ -12,6 +12,7 @@ from typing import Any
 import pyarrow.parquet as pq
 from pyarrow import ArrowInvalid
 
+from ds_trainer.config.data_files import SUFFIXES, file_fault
 from ds_trainer.data.worker_error import error_note
 from ds_trainer.errors import DataError
 
@@ -65,17 +66,8 @@ def open_source(source: Any, what: str) -> Source:
 
 
 def _open_file(path: Path, what: str) -> Source:
-    readers = {".jsonl": _read_jsonl, ".json": _read_json, ".parquet": _read_parquet}
-    if not path.is_file():
-        raise DataError(
-            f"data.{what}: no file {path}", "every data file must exist", f"correct the path in data.{what}"
-        )
-    if path.suffix not in readers:
-        raise DataError(
-            f"data.{what}: {path} ends in {path.suffix!r}",
-            f"data files are {', '.join(readers)}",
-            "convert the file, or load it with `datasets` and give Trainer(train_dataset=...)",
-        )
+    if fault := file_fault(f"data.{what}", path):
+        raise DataError(*fault)
     try:
         with path.open("rb") as file:
             fingerprint = hashlib.file_digest(file, "blake2b").hexdigest()
@@ -83,8 +75,9 @@ def _open_file(path: Path, what: str) -> Source:
         raise DataError(
             f"data.{what}: {path}: {error.strerror}", "every data file must be readable", f"correct data.{what}"
         ) from error
-    total = _open_parquet(path).metadata.num_rows if path.suffix == ".parquet" else None
-    return Source(path.suffix + fingerprint, total, lambda: readers[path.suffix](path))
+    kind = path.suffix.lower()
+    total = _open_parquet(path).metadata.num_rows if kind == ".parquet" else None
+    return Source(kind + fingerprint, total, lambda: _READERS[kind](path))
 
 
 def require_map_style(dataset: Any, what: str) -> None:
@@ -157,6 +150,9 @@ def _read_parquet(path: Path) -> Iterator[tuple[Record, Origin]]:
         for record in batch.to_pylist():
             yield record, f"{path}: row {row}"
             row += 1
+
+
+_READERS = dict(zip(SUFFIXES, (_read_jsonl, _read_json, _read_parquet), strict=True))
 
 
 def _open_parquet(path: Path) -> pq.ParquetFile:

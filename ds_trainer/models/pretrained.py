@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig, GenerationConfig, PreTrainedModel
+from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
 from ds_trainer.config.input_sections import ModelConfig
@@ -16,6 +16,7 @@ from ds_trainer.errors import ConfigError, ModelError
 from ds_trainer.models.activation_checkpointing import enable_activation_checkpointing
 from ds_trainer.models.meta_model import skeleton
 from ds_trainer.models.rope_lengths import use_own_lengths
+from ds_trainer.models.text_files import without_byte_order_marks
 from ds_trainer.planning.checkpoint_spec import quantized_error
 
 
@@ -38,7 +39,7 @@ def build_skeleton(folder: str, model_config: ModelConfig, dtype: torch.dtype) -
     if model_config.attn_implementation is not None:
         options["attn_implementation"] = model_config.attn_implementation
     try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=model_config.trust_remote_code)
+        config, generation_config = _read_configs(folder, model_config)
         if getattr(config, "quantization_config", None) is not None:
             raise quantized_error(folder)
         model = skeleton(lambda: auto_class.from_config(config, dtype=dtype, **options), dtype)
@@ -48,10 +49,19 @@ def build_skeleton(folder: str, model_config: ModelConfig, dtype: torch.dtype) -
             "the checkpoint's class must be known, its code trusted, and the attention implementation installed",
             "see model.path, model.auto_class, model.trust_remote_code and model.attn_implementation",
         ) from error
-    if model.can_generate() and Path(folder, "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(folder)
+    if model.can_generate() and generation_config is not None:
+        model.generation_config = generation_config
     prepare_for_training(model, model_config)
     return model
+
+
+def _read_configs(folder: str, model_config: ModelConfig) -> tuple[PreTrainedConfig, GenerationConfig | None]:
+    """The checkpoint's config and, where it has one, its generation config."""
+    with without_byte_order_marks(folder) as readable:
+        config = AutoConfig.from_pretrained(readable, trust_remote_code=model_config.trust_remote_code)
+        config.name_or_path = folder
+        has_generation = Path(folder, "generation_config.json").is_file()
+        return config, GenerationConfig.from_pretrained(readable) if has_generation else None
 
 
 def prepare_for_training(model: PreTrainedModel, model_config: ModelConfig) -> None:

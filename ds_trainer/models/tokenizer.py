@@ -9,6 +9,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from ds_trainer.config.input_sections import ModelConfig
 from ds_trainer.errors import ModelError
 from ds_trainer.models.hub import resolve_folder
+from ds_trainer.models.text_files import without_byte_order_marks
 
 _FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 
@@ -39,7 +40,10 @@ def load_tokenizer(model_config: ModelConfig, folder: str) -> PreTrainedTokenize
     """
     source = folder if model_config.tokenizer is None else resolve_folder(model_config.tokenizer)
     try:
-        return AutoTokenizer.from_pretrained(source, trust_remote_code=model_config.trust_remote_code)
+        with without_byte_order_marks(source) as readable:
+            tokenizer = AutoTokenizer.from_pretrained(readable, trust_remote_code=model_config.trust_remote_code)
+        tokenizer.name_or_path = source
+        return tokenizer
     except (OSError, ValueError, ImportError, KeyError) as error:
         raise ModelError(
             f"{source} holds no tokenizer that transformers can read: {str(error).strip().splitlines()[0]}",

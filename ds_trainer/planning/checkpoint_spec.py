@@ -144,6 +144,7 @@ def read_spec(folder: str) -> ModelSpec:
         raise ModelError(
             f"there is no folder {folder}", "model.path names the folder of a checkpoint, or a hub id", "set model.path"
         )
+    _check_no_adapter(folder)
     config = _read_json(Path(folder, "config.json"), "a checkpoint has a config.json that transformers can read")
     model_type = str(config.get("model_type", ""))
     text: dict[str, Any] = next(
@@ -167,6 +168,20 @@ def read_spec(folder: str) -> ModelSpec:
         config=text,
         architectures=tuple(config.get("architectures") or ()),
         is_quantized=config.get("quantization_config") is not None,
+    )
+
+
+def _check_no_adapter(folder: str) -> None:
+    adapter = Path(folder, "adapter_config.json")
+    if not adapter.is_file() or Path(folder, "config.json").is_file():
+        return
+    settings = _read_json(adapter, "an adapter's settings are JSON")
+    base = settings.get("base_model_name_or_path") or "a base model"
+    raise ModelError(
+        f"{folder} holds a {settings.get('peft_type', 'PEFT')} adapter of {base}, and no model",
+        "all parameters of a full checkpoint are trained; an adapter only has what is added to one",
+        f"set model.path to {base}, or merge the adapter into it: peft's "
+        "AutoPeftModelForCausalLM.from_pretrained(FOLDER).merge_and_unload().save_pretrained(OTHER)",
     )
 
 
@@ -225,7 +240,7 @@ def _weight_files(folder: str, single: str) -> list[str]:
 def _read_json(path: Path, rule: str) -> dict[str, Any]:
     change = "set model.path to a complete checkpoint"
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         raise ModelError(f"there is no {path}", rule, change) from None
     except (OSError, ValueError) as error:

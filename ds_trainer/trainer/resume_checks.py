@@ -132,7 +132,7 @@ def check_world(checkpoint: VerifiedCheckpoint, resolved: ResolvedConfig, world:
     """
     saved, parallel = checkpoint.json(LAYOUT), resolved.config.parallel
     if (saved["world"], saved["tp"], saved.get("pp", 1)) != (world, parallel.tp, parallel.pp):
-        raise _other_layout(checkpoint, saved["description"], _description(resolved))
+        raise _other_layout(checkpoint, saved["description"], resolved)
 
 
 def check_layout(
@@ -147,7 +147,7 @@ def check_layout(
     if [_slice_as_json(piece) for piece in layout] != saved["ranks"][rank] or saved[
         "engine"
     ] != resolved.config.parallel.engine:
-        raise _other_layout(checkpoint, saved["description"], now)
+        raise _other_layout(checkpoint, saved["description"], resolved)
     if saved["description"] != now:
         before = saved["description"]
         masks = ", and the masks of dropout do" if (_SEQUENCES in before) != (_SEQUENCES in now) else ""
@@ -265,7 +265,11 @@ def _compared_keys(tree: dict[str, Any]) -> dict[str, Any]:
     return {key: item for key, item in flatten(tree).items() if not key.startswith(_ANY)}
 
 
-def _other_layout(checkpoint: VerifiedCheckpoint, saved: str, now: str) -> CheckpointError:
+def _other_layout(checkpoint: VerifiedCheckpoint, saved: str, resolved: ResolvedConfig) -> CheckpointError:
+    now = _description(resolved)
+    splits = flatten(checkpoint.json(RUN)).get("parallel.pp_split"), _dumped(resolved.config)["parallel"]["pp_split"]
+    if saved == now and splits[0] != splits[1]:
+        saved, now = (f"{now} with parallel.pp_split {split}" for split in splits)
     return _error_on_all_ranks(
         f"{checkpoint.folder} was saved by {saved}; this run is {now}",
         "optimizer states are sharded by the layout, and a run continues in the one that it was saved in",

@@ -18,11 +18,11 @@ from typing import Any
 import torch
 
 from ds_trainer.callbacks.best_metric import require_evaluations
-from ds_trainer.callbacks.trackers import check_trackers
 from ds_trainer.checkpoint.export import prove_export
 from ds_trainer.checkpoint.folder import STATE
 from ds_trainer.checkpoint.shard_reader import MasterWeights
 from ds_trainer.config.accelerate.launcher_conflicts import check_accelerate_launch
+from ds_trainer.config.path_rules import missing_trackers
 from ds_trainer.config.provenance import Provenance
 from ds_trainer.config.rank_rules import check_ranks
 from ds_trainer.config.resolve import resolve
@@ -144,7 +144,8 @@ def _check_before_loading(plan: SetupPlan, grid: Grid) -> None:
     num_parameters, _ = plan.source.sizes()
     check_resources(resolved, num_parameters, grid)
     if grid.rank == 0:
-        check_trackers(resolved.config.logging)
+        for missing in missing_trackers(resolved.config.logging):
+            raise missing
         with claimed(Path(resolved.config.run.output_dir)):
             pass  # Reported before the model is loaded; locked from the first step on.
     with expected_wait():  # Another process may be compiling them.

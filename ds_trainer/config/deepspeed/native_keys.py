@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_trainer.config.deepspeed.native_types import Kind, admits, wrong_value
-from ds_trainer.config.keys import flatten, leaf_fields
+from ds_trainer.config.keys import NO_COMMENTS, flatten, is_comment, leaf_fields
 from ds_trainer.errors import ConfigError
 
 SECTIONS: dict[str, dict[str, Kind]] = json.loads(Path(__file__).with_name("deepspeed_keys.json").read_text())
@@ -60,6 +60,25 @@ for _name in ("gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_
     REFUSED[f"zero_optimization.{_name}"] = REFUSED["zero_optimization.stage3_gather_16bit_weights_on_model_save"]
 
 
+GONE = {
+    "amp": "Apex's AMP; precision.dtype has bf16 and fp16",
+    "compression_training": "its compression library",
+    "curriculum_learning": "curriculum learning at the top level, and ds_trainer's own loader feeds the run",
+    "eigenvalue": "mixture-of-quantization",
+    "elasticity": "elastic training",
+    "graph_harvesting": "graph harvesting",
+    "nebula": "Nebula's checkpoints, and ds_trainer writes its own",
+    "progressive_layer_drop": "progressive layer dropping",
+    "quantize_training": "mixture-of-quantization",
+    "sparse_attention": "sparse attention",
+    "sparse_gradients": "sparse reduction of the gradients of dense embeddings",
+    "zero_optimization.mics_shard_size": "MiCS; zero.zero_hpz_partition_size keeps a copy of the parameters per node",
+    "zero_optimization.mics_hierarchical_params_gather": "MiCS",
+    "zero_optimization.zeropp_loco_param": "LoCo's error feedback; zero.zero_quantized_gradients works without it",
+}
+"""Native key of a feature that DeepSpeed has removed -> the feature."""
+
+
 def unified_keys() -> dict[str, str]:
     """Native dotted key -> the unified key that corresponds to it."""
     table = {
@@ -95,6 +114,8 @@ def check_native(native: Mapping[str, Any]) -> Iterator[ConfigError]:
         if key in REFUSED:
             why, change = REFUSED[key]
             yield ConfigError(f"native.deepspeed.{key} is set", why, change)
+        elif key in GONE:
+            yield ConfigError(f"native.deepspeed.{key} is set", f"DeepSpeed no longer has {GONE[key]}", "remove it")
         elif section in ("", *SECTIONS) and name not in (SECTIONS[section] if section else TOP_LEVEL):
             yield ConfigError(
                 f"native.deepspeed.{key} is no key of DeepSpeed{f' in {section}' if section else ' at the top level'}",
@@ -120,6 +141,8 @@ def _kind(key: str) -> Kind | None:
 
 def _nearest_native(key: str) -> str:
     name = key.rpartition(".")[2]
+    if is_comment(name):
+        return NO_COMMENTS
     for section, names in SECTIONS.items():
         if name in names:
             if refused := REFUSED.get(f"{section}.{name}"):

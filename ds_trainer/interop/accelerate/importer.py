@@ -100,12 +100,12 @@ _INLINE = {
 """Key of `deepspeed_config` -> DeepSpeed's own."""
 
 
-def from_accelerate(native: Mapping[str, Any], folder: Path) -> Imported:
+def from_accelerate(native: Mapping[str, Any], path: Path) -> Imported:
     """The unified JSON of an accelerate YAML, with a line for each of its keys.
 
     Args:
         native: The YAML's content.
-        folder: Where it lies: `deepspeed_config_file` is looked for there, then in the working directory.
+        path: The YAML: `deepspeed_config_file` is looked for beside it, then in the working directory.
 
     Raises:
         ConfigError: It has no `distributed_type`, a value that accelerate does not accept, or a `deepspeed_config_file`
@@ -120,7 +120,7 @@ def from_accelerate(native: Mapping[str, Any], folder: Path) -> Imported:
     flat = flatten(native)
     if kind == "DEEPSPEED":
         # Its file decides the dtype first: accelerate fills in only what that file leaves open.
-        _carry_deepspeed(found, flatten(native.get("deepspeed_config") or {}), folder)
+        _carry_deepspeed(found, flatten(native.get("deepspeed_config") or {}), path)
         flat = {key: item for key, item in flat.items() if not key.startswith("deepspeed_config.")}
     for key, item in flat.items():
         _carry(found, native, kind, key, item)
@@ -290,7 +290,7 @@ def _carry_dynamo(found: Imported, native: Mapping[str, Any], key: str, item: An
         found.drop(key, item, "blocks are compiled with torch.compile's own settings; there is no key for it")
 
 
-def _carry_deepspeed(found: Imported, section: Mapping[str, Any], folder: Path) -> None:
+def _carry_deepspeed(found: Imported, section: Mapping[str, Any], path: Path) -> None:
     """Lines of `deepspeed_config`, by the tables of a DeepSpeed JSON."""
     inline = {_INLINE[name]: item for name, item in section.items() if name in _INLINE and item is not None}
     file, stage = section.get("deepspeed_config_file"), _INLINE["zero_stage"]
@@ -308,9 +308,20 @@ def _carry_deepspeed(found: Imported, section: Mapping[str, Any], folder: Path) 
         if _INLINE.get(name) not in inline and not (name == "zero_stage" and file is None):
             _carry_deepspeed_other(found, f"deepspeed_config.{name}", name, item)
     if file is not None:
-        beside, path = folder / str(file), Path(str(file))
-        path = beside if beside.exists() else path
-        found.lines += _take(found, read_deepspeed(load_foreign_config(path), path.name))
+        native_file = _named_file(path, str(file))
+        found.lines += _take(found, read_deepspeed(load_foreign_config(native_file), native_file.name))
+
+
+def _named_file(path: Path, name: str) -> Path:
+    """The DeepSpeed JSON that a YAML names."""
+    beside = path.parent / name
+    if not beside.exists() and not Path(name).exists():
+        raise ConfigError(
+            f"{path} names {name} as deepspeed_config.deepspeed_config_file, and there is no file {beside.absolute()}",
+            "the file that an accelerate config names is looked for beside it, then in the working directory",
+            f"correct deepspeed_config_file in {path}, or put the file there",
+        )
+    return beside if beside.exists() else Path(name)
 
 
 def _carry_deepspeed_other(found: Imported, key: str, name: str, item: Any) -> None:

@@ -160,7 +160,8 @@ def keep_defaults(found: Imported) -> None:
     """Sets DeepSpeed's defaults for keys without a line, where ours differ; notes a batch that cannot be divided."""
     if (stage := _set(found, "zero.stage")) is None:
         stage = _keep(found, f"{_ZERO}.stage", "zero.stage", 0)
-    _keep(found, "gradient_clipping", "optimizer.max_grad_norm", 1.0)
+    note = "; before mid-2026 it was 0, no clipping: set optimizer.max_grad_norm to 0 for a file from then"
+    _keep(found, "gradient_clipping", "optimizer.max_grad_norm", 1.0, note)
     if _set(found, "batch.global_size") and not _mentioned(found) & {"batch.micro_size", "batch.accumulation"}:
         _keep(found, "gradient_accumulation_steps", "batch.accumulation", 1)
     _keep(found, "bf16.enabled", "precision.dtype", "fp32")

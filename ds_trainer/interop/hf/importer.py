@@ -26,6 +26,7 @@ from ds_trainer.interop.hf.import_optimization import (
     carry_recomputing,
     carry_schedule,
 )
+from ds_trainer.interop.hf.trl import TRL_FIELDS, carry_trl_field
 from ds_trainer.interop.import_result import Imported
 
 _WITH_OTHERS = {
@@ -100,8 +101,10 @@ def _report_the_rest(given: HFImport) -> None:
         if name == _TP_SIZE:
             size = given.set_fields[name]
             given.carry(name, {} if size in (0, 1) else {"parallel.tp": size}, "a field of transformers 4")
+        elif name in TRL_FIELDS:
+            carry_trl_field(given, name)
         elif field is None:
-            close = get_close_matches(name, [*TRAINING_ARGUMENTS, *RENAMED], n=1)
+            close = get_close_matches(name, [*TRAINING_ARGUMENTS, *RENAMED, *TRL_FIELDS], n=1)
             meant = f"; did you mean {close[0]}?" if close else ""
             given.drop(name, f"unknown: TrainingArguments of transformers 5.24 has no such field{meant}")
         elif field.why and field.anyway:

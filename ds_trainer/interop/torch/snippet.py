@@ -29,7 +29,6 @@ def fsdp2_snippet(resolved: ResolvedConfig) -> str:
     policy = f"param_dtype={_dtype(arguments.param_dtype)}, reduce_dtype={_dtype(arguments.reduce_dtype)}"
     offload = f"CPUOffloadPolicy(pin_memory={arguments.pin_memory})" if arguments.cpu_offload else "OffloadPolicy()"
     reshard = arguments.reshard_after_forward
-    but_head = " if part is not model.get_output_embeddings() else False" if reshard else ""
     lines = [
         "import torch",
         "from torch.distributed.device_mesh import init_device_mesh",
@@ -45,19 +44,7 @@ def fsdp2_snippet(resolved: ResolvedConfig) -> str:
         f'        "mp_policy": MixedPrecisionPolicy({policy}),',
         f'        "offload_policy": {offload},',
         "    }",
-        *_parts(config.fsdp),
-        "    for part in reversed(parts):  # Inner ones first.",
-        "        # The backward pass begins with the head, and needs the indices of the embeddings only.",
-        f"        fully_shard(part, reshard_after_forward={reshard}{but_head}, **options)",
-        "        if part is model.get_input_embeddings():",
-        "            part.set_unshard_in_backward(False)",
-        "    # The rest is needed first in the backward pass.",
-        f"    fully_shard(model, reshard_after_forward=False if parts else {reshard}, **options)",
-        "    # Gradients are summed over the ranks; gloo has no scaled sum.",
-        "    for part in (model, *parts):",
-        "        part.set_force_sum_reduction_for_comms(True)",
-        "        part.set_gradient_divide_factor(1.0)",
-        *_prefetch(config.fsdp.prefetch_depth),
+        *_sharded(config.fsdp, reshard),
         *_buffers(arguments.buffer_dtype),
         "    return model",
         "",
@@ -139,10 +126,33 @@ def _dtype(name: str | None) -> str:
     return "None" if name is None else _DTYPES[name]
 
 
+def _sharded(fsdp: Any, reshard: bool | int) -> list[str]:
+    """The calls of `fully_shard`, and what is set on each part of the model that has one."""
+    has_parts = fsdp.auto_wrap_policy != "no_wrap"
+    but_head = " if part is not model.get_output_embeddings() else False" if reshard else ""
+    of_parts = [
+        *_parts(fsdp),
+        "    for part in reversed(parts):  # Inner ones first.",
+        "        # The backward pass begins with the head, and needs the indices of the embeddings only.",
+        f"        fully_shard(part, reshard_after_forward={reshard}{but_head}, **options)",
+        "        if part is model.get_input_embeddings():",
+        "            part.set_unshard_in_backward(False)",
+        "    # The rest is needed first in the backward pass.",
+    ]
+    root = f"False if parts else {reshard}" if has_parts and reshard else f"{reshard}"
+    return [
+        *(of_parts if has_parts else []),
+        f"    fully_shard(model, reshard_after_forward={root}, **options)",
+        "    # Gradients are summed over the ranks; gloo has no scaled sum.",
+        f"    for part in (model{', *parts' if has_parts else ','}):",
+        "        part.set_force_sum_reduction_for_comms(True)",
+        "        part.set_gradient_divide_factor(1.0)",
+        *(_prefetch(fsdp.prefetch_depth) if has_parts else []),
+    ]
+
+
 def _parts(fsdp: Any) -> list[str]:
     match fsdp.auto_wrap_policy:
-        case "no_wrap":
-            return ["    parts = []"]
         case "size_based_wrap":
             size = fsdp.min_num_params or "min(100_000_000, -(-sum(p.numel() for p in model.parameters()) // 8))"
             return [

@@ -1,4 +1,5 @@
 import io
+from dataclasses import replace
 
 import pytest
 
@@ -38,6 +39,12 @@ def test_the_summary_names_every_number_of_the_window():
     assert summary(metrics(1)) == "loss 1.5000  lr 2.00e-05  grad norm 1.25  1,234 tok/s  input wait 25%  3.2 GB"
     assert summary(metrics(1, loss=None, skipped=2)).startswith("loss -")
     assert summary(metrics(1, loss=None, skipped=2)).endswith("skipped 2")
+
+
+@pytest.mark.case("M3")
+@pytest.mark.parametrize("norm", [float("inf"), float("nan")])
+def test_a_norm_of_a_skipped_step_is_not_called_infinite(norm):
+    assert "grad norm not finite  " in summary(replace(metrics(1), grad_norm=norm))
 
 
 def test_a_terminal_gets_a_bar_with_the_windows_numbers(monkeypatch, log):

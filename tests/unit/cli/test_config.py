@@ -177,6 +177,15 @@ def test_stage_0_is_what_ddp_does(write, capsys):
     assert "DistributedDataParallel" in capsys.readouterr().out
 
 
+@pytest.mark.case("M3")
+def test_a_folder_that_cannot_be_read_is_still_a_folder(write, capsys, tmp_path):
+    (tmp_path / "broken").mkdir()
+    path = write(model={"path": "broken"}, parallel={"tp": 2})
+    assert exit_code("config", "check", path, "--device", "cpu", "--world", "2") == 2
+    found = capsys.readouterr()
+    assert "there is no broken/config.json" in found.err and "no folder here" not in found.out
+
+
 def test_check_says_what_is_left_to_a_script(write, capsys):
     path = write(model={}, data={})
     assert exit_code("config", "check", path, "--device", "cpu") == 0
@@ -266,5 +275,5 @@ def test_check_names_the_absolute_place_of_a_relative_path(write, capsys, tmp_pa
     path = write(model={"path": "./nope"}, data={"train": ["a.jsonl", "a_file"]}, run={"output_dir": "a_file/outputs"})
     assert exit_code("config", "check", path, "--device", "cpu") == 2
     text = capsys.readouterr().err
-    assert f"there is no folder {tmp_path}/nope" in text and f"there is no file {tmp_path}/a.jsonl" in text
+    assert f"there is no folder {tmp_path}/nope" in text and f"no file a.jsonl ({tmp_path}/a.jsonl)" in text
     assert "run.output_dir is a_file/outputs, which cannot be written" in text

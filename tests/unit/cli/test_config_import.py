@@ -217,7 +217,8 @@ def test_whatever_stands_in_a_file_every_key_has_one_line(kind, tmp_path):
                 native = parse(text)
                 assign(native, key, item)
                 try:
-                    found = from_deepspeed(native) if kind == "deepspeed" else from_accelerate(native, tmp_path)
+                    is_native = kind == "deepspeed"
+                    found = from_deepspeed(native) if is_native else from_accelerate(native, tmp_path / "a.yaml")
                 except ConfigErrors as refused:  # a word that the tool does not know
                     assert all(error.found.startswith(key) for error in refused.errors)
                     continue

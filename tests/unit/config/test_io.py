@@ -5,6 +5,7 @@ import json
 import pytest
 
 from ds_trainer.config.io import load_config, merge_native, read_config
+from ds_trainer.config.keys import assign
 from ds_trainer.config.schema import RunConfig
 from ds_trainer.errors import ConfigError, ConfigErrors
 from tests.helpers.table import table
@@ -20,6 +21,22 @@ def faults(raw, *overrides):
     with pytest.raises(ConfigErrors) as caught:
         load_config(raw, overrides)
     return caught.value.errors
+
+
+@pytest.mark.case("M3")
+@pytest.mark.parametrize("key", ["_comment", "//", "optimizer._comment"])
+def test_a_remark_is_no_key(key):
+    tree: dict = {}
+    assign(tree, key, "as in the paper")
+    (error,) = faults(tree)
+    assert error.change == "remove it: JSON has no comments, and every key is read"
+
+
+@pytest.mark.case("M2")
+def test_a_run_with_a_byte_order_mark_reads_as_without_one(tmp_path):
+    for name, encoding in (("plain", "utf-8"), ("marked", "utf-8-sig")):
+        (tmp_path / name).write_text('{"run": {"max_steps": 3}}', encoding=encoding)
+    assert load_config(tmp_path / "marked")[0] == load_config(tmp_path / "plain")[0]
 
 
 @pytest.mark.case("A1")

@@ -8,7 +8,7 @@ import pytest
 
 import ds_trainer.data.prepare as prepare_module
 from ds_trainer.config.input_sections import DataConfig
-from ds_trainer.data.prepare import prepare
+from ds_trainer.data.prepare import prepare, read_chat_template
 from ds_trainer.data.tokenized import ROWS_PER_BATCH, preview
 from ds_trainer.errors import DataError, MachineError
 from ds_trainer.launch import signals
@@ -188,6 +188,12 @@ def test_the_longest_sample_follows_the_config_then_the_model_and_the_tokenizer(
 def test_a_length_beyond_the_models_positions_is_refused(run):
     with pytest.raises(DataError, match=r"data\.max_length is 30, the model has 20 positions"):
         run([SHORT], max_positions=20, max_length=30)
+
+
+@pytest.mark.case("M2")
+def test_a_byte_order_mark_is_no_part_of_a_chat_template(tmp_path):
+    (tmp_path / "chat.jinja").write_text("{{ messages }}", encoding="utf-8-sig")
+    assert read_chat_template(str(tmp_path / "chat.jinja")) == "{{ messages }}"
 
 
 def test_a_chat_template_from_a_file_replaces_the_tokenizers(run, tmp_path):

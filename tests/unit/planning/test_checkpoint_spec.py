@@ -101,6 +101,23 @@ def test_a_config_that_is_no_json_object_is_refused(tmp_path, text):
         read_spec(str(tmp_path))
 
 
+@pytest.mark.case("M3")
+def test_an_adapter_is_said_to_be_one(tmp_path):
+    adapter = {"peft_type": "LORA", "base_model_name_or_path": "owner/base"}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(adapter))
+    with pytest.raises(ModelError, match="holds a LORA adapter of owner/base, and no model") as caught:
+        read_spec(str(tmp_path))
+    assert caught.value.change.startswith("set model.path to owner/base, or merge the adapter into it")
+
+
+@pytest.mark.case("M2")
+def test_a_byte_order_mark_is_no_part_of_a_config(tmp_path):
+    folder = write(tmp_path, LLAMA, TENSORS)
+    plain, config = read_spec(folder), Path(folder, "config.json")
+    config.write_text(config.read_text(), encoding="utf-8-sig")
+    assert read_spec(folder) == plain
+
+
 def test_a_missing_folder_config_or_weight_file_is_named(tmp_path):
     with pytest.raises(ModelError, match="there is no folder"):
         read_spec(str(tmp_path / "none"))

@@ -3,8 +3,10 @@
 import copy
 
 import pytest
+from deepspeed.runtime.config import _REMOVED_TOP_LEVEL_CONFIG_KEYS, _REMOVED_ZERO_CONFIG_KEYS
 
 from ds_trainer.config.deepspeed.native_keys import (
+    GONE,
     REFUSED,
     SECTIONS,
     TOP_LEVEL,
@@ -142,6 +144,23 @@ def test_a_misspelt_key_deep_in_a_section_is_no_key():
     (error,) = faults("comms_logger.enabeld", True)
     assert error.found == "native.deepspeed.comms_logger.enabeld is no key of DeepSpeed in comms_logger"
     assert error.change == "did you mean comms_logger.enabled?"
+
+
+@pytest.mark.case("M3")
+def test_a_feature_that_deepspeed_has_removed_is_named():
+    removed = [*_REMOVED_TOP_LEVEL_CONFIG_KEYS, *(f"zero_optimization.{name}" for name in _REMOVED_ZERO_CONFIG_KEYS)]
+    assert sorted(GONE) == sorted(removed)
+    (error,) = faults("compression_training.weight_quantization", {"shared_parameters": {"enabled": True}})
+    assert error.found == "native.deepspeed.compression_training is set"
+    assert error.rule == "DeepSpeed no longer has its compression library"
+    assert [faults(key, 1)[0].rule for key in GONE] == [f"DeepSpeed no longer has {what}" for what in GONE.values()]
+
+
+@pytest.mark.case("M3")
+@pytest.mark.parametrize("key", ["_comment", "//", "zero_optimization._comment", "comment"])
+def test_a_remark_is_no_key(key):
+    (error,) = faults(key, "as in the paper")
+    assert error.change == "remove it: JSON has no comments, and every key is read"
 
 
 def test_a_boolean_is_no_number_and_a_fraction_no_count():

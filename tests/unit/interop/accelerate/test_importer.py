@@ -27,7 +27,8 @@ from tests.helpers.table import table
 
 
 def imported(text, folder=Path()):
-    return from_accelerate(yaml.safe_load(text) if isinstance(text, str) else text, folder)
+    native = yaml.safe_load(text) if isinstance(text, str) else text
+    return from_accelerate(native, folder / "accelerate.yaml")
 
 
 def tree(native):
@@ -358,3 +359,15 @@ def test_megatrons_tensor_and_sequence_parallelism_are_carried(degree, ours):
     section = {"megatron_lm_tp_degree": degree, "megatron_lm_sequence_parallelism": True}
     found = tree({"distributed_type": "MEGATRON_LM", "megatron_lm_config": section})
     assert {key: item for key, item in flatten(found).items() if key.startswith("parallel.")} == ours
+
+
+@pytest.mark.case("M3")
+def test_a_deepspeed_file_that_is_missing_is_named_with_the_yaml(tmp_path):
+    native = {"distributed_type": "DEEPSPEED", "deepspeed_config": {"deepspeed_config_file": "ds.json"}}
+    with pytest.raises(ConfigError) as caught:
+        imported(native, tmp_path)
+    yaml_file = tmp_path / "accelerate.yaml"
+    assert caught.value.found == (
+        f"{yaml_file} names ds.json as deepspeed_config.deepspeed_config_file, and there is no file {tmp_path}/ds.json"
+    )
+    assert caught.value.change.startswith(f"correct deepspeed_config_file in {yaml_file}")

@@ -419,3 +419,10 @@ def test_every_key_of_deepspeeds_pipeline_is_reported(name, item, outcome, part)
     config = load_config(imported(native).tree)[0]
     assert config.parallel.pp == (4 if item == 4 else 1)
     assert config.model.gradient_checkpointing is (name == "activation_checkpoint_interval" and item > 0)
+
+
+@pytest.mark.case("M3")
+def test_a_file_that_is_silent_about_clipping_is_told_what_that_once_meant():
+    (line,) = [line for line in from_deepspeed({"train_batch_size": 8}).lines if line.key == "gradient_clipping"]
+    assert line.ours == ("optimizer.max_grad_norm",)
+    assert "DeepSpeed's default: 1.0; before mid-2026 it was 0, no clipping" in line.note
