@@ -194,9 +194,9 @@ def test_the_printed_tokens_of_the_evaluation_are_those_in_the_picture():
 def test_the_printed_lines_on_the_set_up_have_the_words_of_the_code():
     printed = of("text", UNATTENDED)[0].splitlines()
     source = (ROOT / "ds_trainer/trainer/verify_setup.py").read_text()
-    templates = re.findall(r'"((?:engine|parameters|batch): .*%.*)"', source)
+    templates = re.findall(r'"((?:engine|parameters|batch|groups): .*%.*)"', source)
     shapes = [re.sub(r"%[sd]", ".*", re.escape(template)) for template in templates]
-    assert len(shapes) == 3
+    assert len(shapes) == 4
     assert [shape for shape in shapes if not any(re.search(shape, line) for line in printed)] == []
 
 

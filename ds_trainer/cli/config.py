@@ -19,16 +19,17 @@ from ds_trainer.config.key_support import key_support, known_engines
 from ds_trainer.config.key_support_table import AS_BACKEND, ENGINES, cell
 from ds_trainer.config.keys import flatten, leaf_values, value
 from ds_trainer.config.machine import probe_machine_pure
-from ds_trainer.config.memory_needs import memory_rows_by_stage
+from ds_trainer.config.memory_needs import buffers, memory_row, memory_rows_by_stage
 from ds_trainer.config.path_rules import check_files, unknown_hub_ids
 from ds_trainer.config.resolve import resolve
 from ds_trainer.config.resolved import ResolvedConfig
 from ds_trainer.config.schema import RunConfig
-from ds_trainer.config.stage_assignment import model_parts, positions
+from ds_trainer.config.stage_assignment import model_parts, positions, tied_copy
 from ds_trainer.config.tp_rules import shares_of
 from ds_trainer.errors import ConfigError, ConfigErrors, UserError
 from ds_trainer.interop.translate import OPTIONS, TARGETS, engine_overrides, translate
 from ds_trainer.planning.checkpoint_spec import ModelSpec, quantized_error, read_spec
+from ds_trainer.planning.memory import DTYPE_BYTES
 from ds_trainer.planning.pp_schedules import stages_of
 
 if TYPE_CHECKING:
@@ -192,6 +193,8 @@ def _show(args: argparse.Namespace) -> int:
     for row in cost_rows(resolved):
         costs.add_row(*row)
     console.print(costs)
+    for text in size_lines(resolved, spec):
+        console.print(text)
     return 0
 
 
@@ -247,7 +250,7 @@ def _unused_keys(resolved: ResolvedConfig) -> set[str]:
         written = flatten(to_deepspeed(resolved))
         natives = unified_keys().items()
         unwritten = {key for _, key in natives} - {key for native, key in natives if native in written}
-        unused |= {key for key in unwritten if not key.endswith(".device")}
+        unused |= {key for key in unwritten if not key.endswith((".device", "precision.dtype"))}
     if backend(resolved.config) == "fsdp2":
         unused |= {key for key in resolved.reasons if key.startswith("zero.") and resolved.reasons[key] == "default"}
     return unused | {"$schema"}
@@ -259,7 +262,7 @@ STAGE_COLUMNS = ("stage", "rank", "layers", "share of the time", "parameters")
 def stage_rows(resolved: ResolvedConfig, spec: ModelSpec | None) -> list[tuple[str, ...]]:
     """The layers of every stage and what they cost, under `STAGE_COLUMNS`; none where they are not known.
 
-    Parameters are those of the stage before they are split or sharded; a tied one is counted where it is owned.
+    Parameters are those of the stage before they are split or sharded, with its copy of a tied one.
     """
     parts = None if spec is None else model_parts(spec)
     if resolved.stages is None or spec is None or parts is None:
@@ -272,13 +275,16 @@ def stage_rows(resolved: ResolvedConfig, spec: ModelSpec | None) -> list[tuple[s
         for stage in stages_of(parallel.schedule, parallel.pp, parallel.virtual_stages, rank)
     }
     flops = parts.flops(positions(resolved.config, spec.max_positions)).of_stages(ranges)
-    elements = parts.parameters().of_stages(ranges)
+    elements, copied = parts.parameters().of_stages(ranges), tied_copy(resolved.config, spec)
     table: list[tuple[str, ...]] = []
     for stage, (start, stop) in enumerate(ranges):
         ends = [("embedding", stage == 0), (_layers(start, stop), True), ("head", stage == len(ranges) - 1)]
         held = " + ".join(text for text, is_there in ends if is_there)
         share = f"{flops[stage] / sum(flops):.1%}"
-        table.append((f"{stage}", f"{ranks[stage]}", held, share, f"{elements[stage]:,.0f}"))
+        number = f"{elements[stage]:,.0f}"
+        if copied and stage == len(ranges) - 1:
+            number = f"{elements[stage] + copied:,.0f} (tied: {copied:,} of them are a copy)"
+        table.append((f"{stage}", f"{ranks[stage]}", held, share, number))
     return table
 
 
@@ -293,6 +299,25 @@ def share_rows(config: RunConfig, spec: ModelSpec | None) -> list[tuple[str, str
     """Heads, widths, experts and vocabulary per tensor-parallel rank, under `SHARE_COLUMNS`; none if not known."""
     shares = None if spec is None or spec.pickled or config.parallel.tp == 1 else shares_of(config, spec)
     return [] if shares is None else shares.table(config.parallel.tp)
+
+
+def size_lines(resolved: ResolvedConfig, spec: ModelSpec | None) -> list[str]:
+    """The parameters of the model and the bytes that a rank keeps of them; none where the size is not known."""
+    on_rank = resolved.size.num_parameters
+    if spec is None or on_rank is None:
+        return []
+    row, config = memory_row(resolved), resolved.config
+    copied = tied_copy(config, spec) // config.parallel.tp
+    # The copy has no optimizer state of its own.
+    of_copy = copied * (DTYPE_BYTES[config.precision.dtype or "fp32"] + DTYPE_BYTES["fp32"])
+    apart = sum(item.size for item in buffers(resolved) if item.place != "nvme")
+    held = [on_rank * each + of_copy for each in (row.after_backward, row.after_step)]
+    some = f", {on_rank:,} of them on a rank" if on_rank != spec.num_parameters else ""
+    after_backward, after_step, beside = (f"{size / 1e9:,.3g} GB" for size in (*held, apart))
+    return [
+        f"{spec.num_parameters:,} parameters{some}; a rank keeps {after_backward} after a backward pass and "
+        f"{after_step} after a step, beside buffers of up to {beside} and activations"
+    ]
 
 
 COST_COLUMNS = ("stage", "gradients", "after backward", "after step", "on host", "on NVMe", "ZeRO paper", "why")

@@ -211,4 +211,4 @@ class NativeConfig(Section):
     """Raw keys handed to an engine, merged last."""
 
     deepspeed: dict[str, Any] = {}
-    """DeepSpeed JSON; a key that contradicts the unified part is refused, as is one that DeepSpeed never reads."""
+    """DeepSpeed JSON; keys that contradict the unified part, or that DeepSpeed never reads or takes so, are refused."""

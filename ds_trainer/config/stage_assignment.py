@@ -96,6 +96,19 @@ def sum_by_rank(parallel: ParallelConfig, of_stages: tuple[float, ...]) -> list[
     return [sum(of_stages[stage] for stage in stages) for stages in held]
 
 
+def tied_copy(config: RunConfig, spec: ModelSpec) -> int:
+    """Elements of the embedding of which the rank of the last stage has a copy as its head; 0: it has none.
+
+    A rank that has both stages has one parameter for both.
+    """
+    parallel, last = config.parallel, num_stages(config.parallel) - 1
+    first_rank = stages_of(parallel.schedule, parallel.pp, virtual_stages(parallel), 0)
+    if parallel.pp == 1 or not spec.tied or last in first_rank:
+        return 0
+    over_vocabulary = [prod(t.shape) for t in spec.distinct().values() if t.shape[:1] == (spec.vocab_size,)]
+    return max(over_vocabulary, default=0)
+
+
 def derive_stages(config: RunConfig, spec: ModelSpec | None) -> dict[str, tuple[Any, str]]:
     """Open values of the pipeline -> value and reason; empty where there is no pipeline, or it is refused.
 

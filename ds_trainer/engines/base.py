@@ -56,6 +56,7 @@ class EngineFacts:
         nvme_bytes: Bytes in this rank's swap files.
         compute_dtype: Dtype of the parameters in the forward pass.
         settings: What else was set up, by the config's dotted keys; compared with their values after set-up.
+        stateless_bytes: Bytes of what this rank's optimizer updates and has no states of yet: step 1 makes them.
     """
 
     engine: str
@@ -69,6 +70,7 @@ class EngineFacts:
     nvme_bytes: int
     compute_dtype: str
     settings: Mapping[str, Any] = field(default_factory=dict)
+    stateless_bytes: int = 0
 
 
 @runtime_checkable

@@ -36,6 +36,11 @@ def state_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
 
 
+def stateless_bytes(optimizer: torch.optim.Optimizer, updated: Iterable[torch.Tensor]) -> int:
+    """Bytes of the tensors that an optimizer updates, as long as it has made no states for them."""
+    return 0 if state_tensors(optimizer) else storage_bytes(updated)
+
+
 def grouped_parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """Every tensor that an optimizer updates."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]

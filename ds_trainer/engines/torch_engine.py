@@ -24,6 +24,7 @@ from ds_trainer.engines.introspect import (
     measured_pp_size,
     measured_tp_size,
     state_tensors,
+    stateless_bytes,
     storage_bytes,
 )
 from ds_trainer.engines.state_handles import MASTER, State, entry, live
@@ -237,6 +238,7 @@ class TorchEngine:
                 "parallel.tp": measured_tp_size(self._split, self._parameters.items()),
                 "parallel.pp": measured_pp_size(self._split, self._parameters),
             },
+            stateless_bytes=stateless_bytes(self._optimizer, grouped_parameters(self._optimizer)),
         )
 
     def close(self) -> None:

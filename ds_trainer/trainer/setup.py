@@ -22,6 +22,7 @@ from ds_trainer.checkpoint.export import prove_export
 from ds_trainer.checkpoint.folder import STATE
 from ds_trainer.checkpoint.shard_reader import MasterWeights
 from ds_trainer.config.accelerate.launcher_conflicts import check_accelerate_launch
+from ds_trainer.config.deepspeed.rules import moments
 from ds_trainer.config.path_rules import missing_trackers
 from ds_trainer.config.provenance import Provenance
 from ds_trainer.config.rank_rules import check_ranks
@@ -59,6 +60,7 @@ from ds_trainer.parallel.model_split import LocalWeights
 from ds_trainer.run_folder import claimed
 from ds_trainer.trainer.eval_samples import prompts_to_continue
 from ds_trainer.trainer.inputs import TrainerInputs
+from ds_trainer.trainer.parameter_groups import BuiltOptimizer, groups_of
 from ds_trainer.trainer.resume_checks import check_layout, check_model, check_run, check_world, find_checkpoint
 from ds_trainer.trainer.run import Run
 from ds_trainer.trainer.setup_parts import BuiltModel, LoadedData, SetupPlan
@@ -97,9 +99,9 @@ def _set_up_on(mesh: Mesh, machine: Machine, config: RunConfig, origins: dict[st
     data = _load_data(plan, inputs, mesh)
     built = _build_model(plan, data, inputs, mesh)
     export_dtype = TORCH_DTYPES[name] if (name := config.checkpoint.export_dtype) else plan.source.dtype()
-    engine = _start_engine(plan, built, inputs.optimizer, mesh)
+    engine, optimizer = _start_engine(plan, built, inputs.optimizer, mesh)
     with consensus(mesh, "the check of the setup"):
-        facts = verify_setup(plan.resolved, engine, mesh)
+        facts = verify_setup(plan.resolved, engine, optimizer, mesh)
         if plan.resumed is not None:
             check_layout(plan.resumed, plan.resolved, engine.parameter_layout(), mesh.grid.rank)
     _stop_if_requested(mesh)
@@ -195,8 +197,10 @@ def _build_model(plan: SetupPlan, data: LoadedData, inputs: TrainerInputs, mesh:
     return BuiltModel(model, weights, trained, staged, split, loss, eval_prompts)
 
 
-def _start_engine(plan: SetupPlan, built: BuiltModel, optimizer: torch.optim.Optimizer | None, mesh: Mesh) -> Engine:
-    """The engine with the model's values in place and the optimizer around them."""
+def _start_engine(
+    plan: SetupPlan, built: BuiltModel, optimizer: torch.optim.Optimizer | None, mesh: Mesh
+) -> tuple[Engine, BuiltOptimizer]:
+    """The engine with the model's values in place and the optimizer around them, and that optimizer as it was built."""
     model, split = built.model, built.split
     engine = make_engine(plan.resolved, mesh)
     parameters = dict(model.named_parameters())
@@ -204,9 +208,16 @@ def _start_engine(plan: SetupPlan, built: BuiltModel, optimizer: torch.optim.Opt
     engine.load(model, LocalWeights(built.weights, split), split)
     if optimizer is not None:
         hand_over(optimizer, parameters, dict(model.named_parameters()))
-    engine.wrap(lambda named: make_optimizer(named, shapes, plan.resolved, optimizer))
+    made = BuiltOptimizer(moments(plan.resolved.config) if optimizer is None else None)
+
+    def build(named: list[tuple[str, torch.nn.Parameter]]) -> torch.optim.Optimizer:
+        of_run = make_optimizer(named, shapes, plan.resolved, optimizer)
+        made.groups = groups_of(of_run, named, built.trained)
+        return of_run
+
+    engine.wrap(build)
     engine.module.train()
-    return engine
+    return engine, made
 
 
 def _stop_if_requested(mesh: Mesh) -> None:

@@ -12,11 +12,12 @@ from ds_trainer.distributed.process_groups import Mesh
 from ds_trainer.engines.base import Engine, EngineFacts
 from ds_trainer.errors import EngineError
 from ds_trainer.log import get_logger, warn_once
+from ds_trainer.trainer.parameter_groups import BuiltOptimizer, check_groups, describe_groups, rates_of
 
 NVME_MINIMUM = "DeepSpeed leaves sub-groups and partitions under 1 MiB per rank in memory"
 
 
-def verify_setup(resolved: ResolvedConfig, engine: Engine, mesh: Mesh) -> EngineFacts:
+def verify_setup(resolved: ResolvedConfig, engine: Engine, optimizer: BuiltOptimizer, mesh: Mesh) -> EngineFacts:
     """Measures the engine on every rank, compares it with the config, and prints a few lines.
 
     Comm: one gather of each rank's facts.
@@ -25,13 +26,16 @@ def verify_setup(resolved: ResolvedConfig, engine: Engine, mesh: Mesh) -> Engine
         EngineError: The setup differs from the config on any rank, or ranks start from different parameters.
     """
     facts = engine.facts()
-    gathered = mesh.gather_over_world((facts, engine.parameter_hash()))
-    for rank, (other, _) in enumerate(gathered):
+    rates = [rates_of(group) for group in engine.param_groups()]
+    gathered = mesh.gather_over_world((facts, engine.parameter_hash(), optimizer.groups, rates))
+    for rank, (other, _, groups, live) in enumerate(gathered):
         _compare(resolved, other, rank)
-    hashes = [value for _, value in gathered]
+        check_groups(groups, live, rank)
+    hashes = [value for _, value, *_ in gathered]
     _check_same_start(hashes, mesh.grid.dp_ranks)
     shards = [hashes[rank] for rank in mesh.grid.model_ranks[0]]
-    _log_setup(resolved, [other for other, _ in gathered], "/".join(filter(None, shards)) or None)
+    _log_setup(resolved, [other for other, *_ in gathered], optimizer, "/".join(filter(None, shards)) or None)
+    get_logger().info("groups: %s", describe_groups(gathered[rank][2] for rank in mesh.grid.pp_ranks[0]))
     return facts
 
 
@@ -72,7 +76,9 @@ def _check_same_start(hashes: list[str | None], dp_ranks: list[list[int]]) -> No
         )
 
 
-def _log_setup(resolved: ResolvedConfig, ranks: list[EngineFacts], same_hash: str | None) -> None:
+def _log_setup(
+    resolved: ResolvedConfig, ranks: list[EngineFacts], optimizer: BuiltOptimizer, same_hash: str | None
+) -> None:
     first, log = ranks[0], get_logger()
     stage = "" if first.stage is None else f", ZeRO stage {first.stage}"
     through = " through accelerate" if resolved.config.parallel.engine == "accelerate" else ""
@@ -91,7 +97,7 @@ def _log_setup(resolved: ResolvedConfig, ranks: list[EngineFacts], same_hash: st
         _per_rank([f.param_bytes for f in ranks]),
         first.param_device,
         first.optimizer,
-        _per_rank([f.optimizer_bytes for f in ranks]) if first.optimizer_bytes else "its states, made in step 1,",
+        _optimizer_bytes(ranks, optimizer.num_moments),
         first.optimizer_device,
         f"; swap files: {_per_rank([f.nvme_bytes for f in ranks])}" if any(f.nvme_bytes for f in ranks) else "",
     )
@@ -126,6 +132,20 @@ def _sharding(settings: Mapping[str, Any]) -> str:
     return f", {layout}, parameters {kept} after forward{', on the host' if settings['fsdp.cpu_offload'] else ''}"
 
 
+def _optimizer_bytes(ranks: list[EngineFacts], num_moments: int | None) -> str:
+    """What the optimizer keeps of masters and moments once it has taken a step."""
+    if num_moments is None and any(facts.stateless_bytes for facts in ranks):
+        masters = f"{_per_rank([facts.optimizer_bytes for facts in ranks])} and " if ranks[0].optimizer_bytes else ""
+        return f"{masters}its states, made in step 1,"
+    made = [(num_moments or 0) * facts.stateless_bytes for facts in ranks]
+    total = _per_rank([facts.optimizer_bytes + more for facts, more in zip(ranks, made, strict=True)])
+    return f"{total} ({_megabytes(made)} of it made in step 1)" if any(made) else total
+
+
 def _per_rank(sizes: list[int]) -> str:
+    return f"{_megabytes(sizes)} per rank"
+
+
+def _megabytes(sizes: list[int]) -> str:
     low, high = min(sizes) / 1e6, max(sizes) / 1e6
-    return f"{high:,.1f} MB per rank" if high - low < 0.05 else f"{low:,.1f} to {high:,.1f} MB per rank"
+    return f"{high:,.1f} MB" if high - low < 0.05 else f"{low:,.1f} to {high:,.1f} MB"

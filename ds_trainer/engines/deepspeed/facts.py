@@ -17,6 +17,7 @@ from ds_trainer.engines.introspect import (
     measured_pp_size,
     measured_tp_size,
     state_tensors,
+    stateless_bytes,
     storage_bytes,
 )
 from ds_trainer.parallel.model_split import ModelSplit
@@ -63,4 +64,5 @@ def measure(
             "parallel.tp": min(tp_size, measured_tp_size(split, parameters.items())),
             "parallel.pp": measured_pp_size(split, parameters),
         },
+        stateless_bytes=stateless_bytes(engine.basic_optimizer, masters),
     )

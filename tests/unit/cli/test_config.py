@@ -57,6 +57,14 @@ def test_the_table_leaves_out_what_has_no_part_in_the_run():
     assert "ddp.bucket_cap_mb" not in on_zero1
 
 
+@pytest.mark.case("N11")
+def test_the_table_says_the_dtype_on_every_engine():
+    machine = Machine(2, "cpu", ("fp32",), "no bf16")
+    for parallel in ({"engine": "deepspeed"}, {"engine": "ddp"}, {"engine": "fsdp2"}):
+        told = {key: value for key, value, _ in rows(resolve(*load_config({"parallel": parallel}), machine))}
+        assert told["precision.dtype"] == '"fp32"'
+
+
 def test_show_prints_what_each_stage_costs_and_marks_the_run():
     machine = Machine(2, "cuda", ("fp32", "bf16"), "Ampere")
     table = cost_rows(resolve(*load_config({"zero": {"stage": 2}, "optimizer": {"name": "lion"}}), machine))

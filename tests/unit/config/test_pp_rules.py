@@ -314,7 +314,7 @@ def test_three_micro_batches_run_interleaved_as_one_round():
     [(5, 2, "1f1b", (3, 2)), (5, 2, "interleaved_1f1b", (1, 1, 2, 1)), (80, 16, "interleaved_1f1b", None)],
 )
 def test_layers_that_do_not_divide_are_dealt_out_all_of_them_and_printed(cli, checkpoint, layers, pp, schedule, split):
-    spec = checkpoint(*llama(layers))
+    spec = checkpoint(*llama(layers, tied=False))
     resolved = run({"pp": pp, "schedule": schedule}, Machine(pp), spec)
     assert resolved.config.parallel.pp_split == split or (split is None and len(resolved.stages) == 32)
     assert resolved.stages[0][0] == 0 and resolved.stages[-1][1] == layers
@@ -327,6 +327,39 @@ def test_layers_that_do_not_divide_are_dealt_out_all_of_them_and_printed(cli, ch
     assert code == 0 and f"the layers on each of {pp} pipeline ranks" in text
     if split == (3, 2):
         assert "embedding + layers 0 to 2" in text and "layers 3 to 4 + head" in text
+
+
+@pytest.mark.case("N11")
+def test_the_copy_of_a_tied_head_is_counted_where_it_is_held(cli, checkpoint):
+    spec, embedding = checkpoint(*llama(4)), 65 * 64
+    told = {}
+    for schedule in ("1f1b", "zbv"):
+        resolved = run({"pp": 2, "schedule": schedule}, Machine(2), spec)
+        told[schedule] = [row[-1] for row in stage_rows(resolved, spec)]
+    numbers = [int(number.split()[0].replace(",", "")) for number in told["1f1b"]]
+    assert sum(numbers) == spec.num_parameters + embedding
+    assert told["1f1b"][-1].endswith(f"(tied: {embedding:,} of them are a copy)")
+    assert "tied" not in "".join(told["zbv"]), "one rank has both stages, and one parameter for both"
+    raw = {"model": {"path": spec.folder}, "parallel": {"engine": "ddp", "pp": 2, "schedule": "1f1b"}}
+    assert f"tied: {embedding:,} of them are a copy" in cli("show", raw, "--world", "2")[1]
+
+
+@pytest.mark.case("N11")
+@pytest.mark.parametrize(
+    ("parallel", "world", "bytes_per_parameter"),
+    [({"engine": "ddp"}, 2, (16, 16)), ({"engine": "deepspeed"}, 2, (12, 10))],
+)
+def test_show_says_how_large_the_model_is_and_what_a_rank_keeps(cli, checkpoint, parallel, world, bytes_per_parameter):
+    spec = checkpoint(*llama(4))
+    raw = {"model": {"path": spec.folder}, "parallel": parallel, "zero": {"stage": 2}}
+    raw = raw if parallel["engine"] == "deepspeed" else {key: raw[key] for key in ("model", "parallel")}
+    code, text = cli("show", raw, "--world", str(world))
+    held = [f"{size * spec.num_parameters / 1e9:,.3g} GB" for size in bytes_per_parameter]
+    line = " ".join(text.split())
+    assert code == 0
+    assert (
+        f"{spec.num_parameters:,} parameters; a rank keeps {held[0]} after a backward pass and {held[1]} after" in line
+    )
 
 
 @pytest.mark.case("I9")

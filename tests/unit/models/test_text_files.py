@@ -1,6 +1,7 @@
 """Text files of a checkpoint with a byte-order mark are read as those without one."""
 
 from codecs import BOM_UTF8
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ def read(folder):
 
 @pytest.mark.case("M2")
 def test_a_checkpoint_reads_alike_with_and_without_byte_order_marks(tmp_path):
-    folder = make_checkpoint(tmp_path / "checkpoint")
+    folder = Path(make_checkpoint(tmp_path / "checkpoint"))
     plain = read(folder)
     marked = [path for path in folder.iterdir() if path.suffix in (".json", ".jinja")]
     for path in marked:
@@ -35,6 +36,6 @@ def test_a_checkpoint_reads_alike_with_and_without_byte_order_marks(tmp_path):
 
 
 def test_without_a_mark_the_folder_is_itself(tmp_path):
-    folder = make_checkpoint(tmp_path / "checkpoint")
+    folder = Path(make_checkpoint(tmp_path / "checkpoint"))
     with without_byte_order_marks(str(folder)) as readable:
         assert readable == str(folder)

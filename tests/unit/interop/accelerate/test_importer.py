@@ -123,11 +123,6 @@ def test_a_deepspeed_file_is_read_too(tmp_path, monkeypatch, place):
     load_config(found.tree)
 
 
-def test_a_deepspeed_file_that_is_missing_is_named(tmp_path):
-    with pytest.raises(ConfigError, match="ds.json: No such file"):
-        imported(ACCELERATE_DEEPSPEED_FILE, tmp_path)
-
-
 @pytest.mark.parametrize(
     "mixed_precision, dtype", [("no", "fp32"), (False, "fp32"), ("bf16", "bf16"), ("fp16", "fp16"), ("fp8", "bf16")]
 )
