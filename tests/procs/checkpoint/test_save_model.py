@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from ds_trainer.callbacks.base import Callback
 from ds_trainer.errors import MachineError
-from tests.helpers.runs import ENGINES, make_trainer, weights
+from tests.helpers.runs import EACH_ENGINE, make_trainer, weights
 from tests.helpers.tiny import tiny_llama
 
 IDS = [[5, 9, 33, 2, 60, 17]]
@@ -28,7 +28,7 @@ class SaveAfter(Callback):
 
 @pytest.mark.case("D1", "D3")
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", EACH_ENGINE)
 def test_the_folder_loads_whole_and_computes_what_the_live_model_did(world, tmp_path, engine, tied):
     tiny_llama(tied=tied).save_pretrained(tmp_path / "theirs")
     theirs = load_file(tmp_path / "theirs" / "model.safetensors")
@@ -63,7 +63,7 @@ def train_and_save(engine, out, tied):
 
 
 @pytest.mark.case("D1")
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", EACH_ENGINE)
 def test_a_bf16_export_holds_the_rounded_masters_bit_for_bit(world, tmp_path, engine):
     masters = world(train_in_bf16, 2, engine, tmp_path)[0]
     saved = load_file(tmp_path / "model" / "model.safetensors")
