@@ -8,14 +8,14 @@ from tests.helpers.layouts import CELLS, OF_FOUR, STAGE3, deepspeed, with_tensor
 from tests.helpers.resume import check_resumed, killed_and_resumed, train
 from tests.helpers.tiers import tiers
 
-SLOW = ["fsdp2", "zero1", "zero2", "zero3-cpu-params", "fsdp2-offload"]
+SLOW = ["zero2-cpu", "fsdp2", "zero1", "zero2", "zero3-cpu-params", "fsdp2-offload"]
 TENSOR = [(2, "ddp"), (2, "zero2"), (2, "zero3"), (4, "fsdp2"), (4, "zero2-cpu")]
 TENSOR = [(*cell, how) for cell in TENSOR for how in ("tensor", "sequence")]
 TENSOR_SLOW = [(2, "ddp", "tensor"), (2, "zero3", "sequence"), (4, "fsdp2", "sequence"), (4, "zero2-cpu", "tensor")]
 
 
 @pytest.mark.case("C2", "C3")
-@pytest.mark.parametrize("cell", tiers(CELLS, quick=["zero2-cpu", "zero3"], slow=SLOW))
+@pytest.mark.parametrize("cell", tiers(CELLS, quick=["zero3"], slow=SLOW))
 def test_a_killed_run_goes_on_bit_for_bit(world, tmp_path, resume_checkpoint, cell):
     sections = CELLS[cell]
     straight = world(train, 2, tmp_path / "straight", resume_checkpoint, sections, {})

@@ -112,6 +112,7 @@ def one_after_the_other(out):
     return results
 
 
+@pytest.mark.slow
 def test_runs_through_accelerate_follow_one_another_in_one_process_and_equal_their_engines(world, tmp_path):
     for results in world(one_after_the_other, 2, tmp_path):
         for (_, dtype, *_), own, through_accelerate in zip(PAIRS, results[::2], results[1::2], strict=True):

@@ -70,8 +70,9 @@ class Watch(Callback):
             trainer.generate(["<s>a", "<s>b"], max_new_tokens=3, do_sample=True, temperature=2.0)
 
 
+@pytest.mark.slow
 @pytest.mark.case("F4")
-@pytest.mark.parametrize("engine", tiers(["ddp", "zero2", *CUT], quick=["fsdp2"]))
+@pytest.mark.parametrize("engine", ["ddp", "zero2", *CUT])
 def test_texts_are_those_of_one_process_and_the_training_goes_on_as_if_there_had_been_none(world, tmp_path, engine):
     results = world(train_with_and_without, 2, engine, tmp_path)
     lines = [json.loads(line) for line in (tmp_path / "with" / "generations.jsonl").read_text().splitlines()]

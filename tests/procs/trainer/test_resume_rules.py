@@ -111,7 +111,7 @@ def test_samples_go_on_in_the_middle_of_an_epoch_twice_in_a_row(world, tmp_path,
 
 
 @pytest.mark.case("C2")
-@pytest.mark.parametrize("scheduler", ["own", "torch"])
+@pytest.mark.parametrize("scheduler", tiers(["own", "torch"], quick=["own"]))
 def test_learning_rates_go_on(world, tmp_path, scheduler):
     straight = world(train_with_scheduler, 1, tmp_path / "straight", scheduler, None, None)[0]
     first = world(train_with_scheduler, 1, tmp_path / "cut", scheduler, 5, None)[0]
@@ -129,6 +129,7 @@ def train_with_scheduler(out, scheduler, stop_after, resume):
     return train(out, model=model, stop_after=stop_after, given=given, checkpoint={"resume": resume})
 
 
+@pytest.mark.slow
 def test_another_micro_size_goes_on_at_the_same_sample(world, tmp_path):
     straight = run(world, 2, tmp_path / "straight")
     run(world, 2, tmp_path / "cut", stop_after=8)
@@ -203,6 +204,7 @@ def initial_weights(out, engine, checkpoint):
     return found
 
 
+@pytest.mark.slow
 def test_another_global_size_goes_on_at_the_same_sample_where_a_key_allows_it(world, tmp_path):
     straight = run(world, 2, tmp_path / "straight")
     run(world, 2, tmp_path / "cut", stop_after=8)

@@ -19,10 +19,10 @@ from tests.matrix.pp_compare import compare_all
 QUICK = [
     "llama",
     "gemma3_text",  # Embedding scaled, logits capped, kinds of layers alternate.
-    "gpt2",  # Positions have an embedding of their own, and attention is scaled by the layer's number.
-    "deepseek_v3",  # Latent attention, and a dense layer before the sparse ones.
 ]
 SLOW = [
+    "gpt2",  # Positions have an embedding of their own, and attention is scaled by the layer's number.
+    "deepseek_v3",  # Latent attention, and a dense layer before the sparse ones.
     "opt",  # A list of layers deeper inside, projections before and after it.
     "mixtral",
     "granite",  # Multipliers of embedding, residuals and logits.
