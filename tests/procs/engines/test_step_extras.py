@@ -184,7 +184,7 @@ def with_and_without_fused(out, engine):
     ("engine", "recompute"),
     tiers(
         [("ddp", False), ("zero2", True), ("zero3", "selective"), ("fsdp2", "selective")],
-        slow=[("zero3", "selective"), ("fsdp2", "selective")],
+        slow=[("zero3", "selective")],
     ),
 )
 def test_compiled_blocks_give_the_numbers_of_others_at_every_length(world, tmp_path, engine, recompute):
