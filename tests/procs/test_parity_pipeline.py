@@ -230,7 +230,7 @@ def test_every_engine_with_data_ranks_equals_one_process(world, reference, tmp_p
 
 @pytest.mark.case("B8", "G6", "I8")
 @pytest.mark.full
-@pytest.mark.parametrize(("engine", "how"), product(ENGINES, ["tensor", "sequence"]))
+@pytest.mark.parametrize(("engine", "how"), list(product(ENGINES, ["tensor", "sequence"])))
 def test_tensor_ranks_in_stages_equal_one_process(world, reference, tmp_path, engine, how):
     keys = {"tp": 2, "sequence_parallel": how == "sequence"}
     cells = {1: [cell(engine, schedule, **keys) for schedule in ("1f1b", "interleaved_1f1b", "zbv")]}
@@ -239,7 +239,9 @@ def test_tensor_ranks_in_stages_equal_one_process(world, reference, tmp_path, en
 
 @pytest.mark.case("B8", "G6", "I8")
 @pytest.mark.full
-@pytest.mark.parametrize(("engine", "how"), product(["zero1", "zero1-cpu", "fsdp2", "ddp"], ["tensor", "sequence"]))
+@pytest.mark.parametrize(
+    ("engine", "how"), list(product(["zero1", "zero1-cpu", "fsdp2", "ddp"], ["tensor", "sequence"]))
+)
 def test_all_three_axes_equal_one_process(world, reference, tmp_path, engine, how):
     keys = {"tp": 2, "sequence_parallel": how == "sequence"}
     cells = {2: [cell(engine, schedule, **keys) for schedule in ("1f1b", "interleaved_1f1b", "zbv")]}
