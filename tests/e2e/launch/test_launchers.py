@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ds_trainer.metrics import read_metrics
 from tests.helpers.launch import (
+from tests.helpers.tiers import tiers
     TRAIN,
     chats,
     deepspeed,
@@ -256,9 +257,9 @@ FAULTS = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("arguments,found,change", FAULTS.values(), ids=FAULTS)
-def test_under_a_launcher_a_fault_ends_all_ranks_with_one_voice(run, arguments, found, change):
+@pytest.mark.parametrize("fault", tiers(FAULTS, slow=["no model"]))
+def test_under_a_launcher_a_fault_ends_all_ranks_with_one_voice(run, fault):
+    arguments, found, change = FAULTS[fault]
     refused(deepspeed(TRAIN, "--config", run / "run.json", *arguments), found, change)
 
 
