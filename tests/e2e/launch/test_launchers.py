@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ds_trainer.metrics import read_metrics
 from tests.helpers.launch import (
-from tests.helpers.tiers import tiers
     TRAIN,
     chats,
     deepspeed,
@@ -27,6 +26,7 @@ from tests.helpers.tiers import tiers
     write_json,
     write_jsonl,
 )
+from tests.helpers.tiers import tiers
 
 SET = ("--set", "run.max_steps=1", "--set", "checkpoint.export=false", "--set", "logging.plots=false")
 
