@@ -43,9 +43,8 @@ def fail(run, launcher, way):
     return launched, seconds
 
 
-@pytest.mark.slow
 @pytest.mark.case("F8")
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", tiers(LAUNCHERS, slow=["torchrun", "deepspeed"]))
 def test_the_traceback_of_a_rank_that_raises_ends_with_its_step_and_samples(run, launcher):
     launched, seconds = fail(run, launcher, "raises")
     # torch puts the rank before each line of a traceback.
