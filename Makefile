@@ -53,7 +53,8 @@ test-all: ops
 	$(TESTS) -m "slow and alone"
 
 test-full: ops
-	$(TESTS) $(ON_ALL_CORES) -m full
+	$(TESTS) $(ON_ALL_CORES) -m "full and not alone"
+	$(TESTS) -m "full and alone"
 
 # A failure names its seed: python -m tests.kill_test --seed N repeats it.
 kill-test: ops

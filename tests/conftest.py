@@ -22,26 +22,41 @@ from tests.helpers.world import World  # noqa: E402
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-# Real launchers, ranks that are killed or that hang, and what is timed.
-ALONE = (
-    "e2e",
-    "gpu",
-    "procs/callbacks/test_trackers.py",
-    "procs/checkpoint/test_kill.py",
-    "procs/data/test_workers.py",
-    "procs/distributed",
-    "procs/health",
-    "procs/host",
-    "procs/trainer/test_stop_signals.py",
-)
+# Ranks that are killed or that hang, launchers with a limit of time, and what is timed.
+ALONE = [
+    Path(__file__).parent / name
+    for name in (
+        "e2e/engines",
+        "e2e/health",
+        "e2e/launch",
+        "e2e/parallel",
+        "e2e/trainer",
+        "gpu",
+        "procs/checkpoint/test_kill.py",
+        "procs/data/test_workers.py",
+        "procs/distributed",
+        "procs/health",
+    )
+]
+
+
+def _runs_alone(path):
+    return any(path.is_relative_to(place) for place in ALONE)
+
+
+def pytest_ignore_collect(collection_path, config):
+    """Imports no file of which nothing is asked for: importing all takes as long as some tests."""
+    only_alone = collection_path.suffix == ".py" and config.option.markexpr.endswith(" and alone")
+    if only_alone and not _runs_alone(collection_path) and "mark.alone" not in collection_path.read_text():
+        return True
+    return None
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     """Marks what no other test may run beside."""
-    folders = [Path(__file__).parent / name for name in ALONE]
     for item in items:
-        if any(item.path.is_relative_to(folder) for folder in folders):
+        if _runs_alone(item.path):
             item.add_marker("alone")
 
 

@@ -55,6 +55,7 @@ def test_no_record_is_longer_than_asked_for(data_folder):
         assert sum(len(turn["content"]) for turn in record["messages"]) <= 300
 
 
+@pytest.mark.slow
 def test_two_runs_write_the_same_bytes(data_folder, tmp_path):
     again = _write(tmp_path)
     for split in SIZES:

@@ -118,7 +118,9 @@ class _Loader(yaml.SafeLoader):
 
 def _parse_yaml(text: str, path: Path) -> Any:
     try:
-        return yaml.load(text, _Loader)
+        loaded = yaml.load(text, _Loader)
+        json.dumps(loaded, default=str)  # An alias inside of its own anchor makes a value that contains itself.
+        return loaded
     except RecursionError as error:
         raise beyond_parser(error) from None
     except yaml.MarkedYAMLError as error:
@@ -129,7 +131,7 @@ def _parse_yaml(text: str, path: Path) -> Any:
         raise _bad_yaml(f"{path}: {error.reason} at position {error.position}") from None
     except TextFault:
         raise
-    except ValueError as error:  # text that looks like a date or an integer and is neither
+    except ValueError as error:  # text that looks like a date or an integer and is neither; a value inside itself
         raise _bad_yaml(f"{path}: {error}") from None
 
 

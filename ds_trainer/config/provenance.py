@@ -19,6 +19,11 @@ class Provenance:
 
     def __init__(self, config: RunConfig, origins: Mapping[str, str]) -> None:
         self._config, self._origins = config, origins
+        self._of_inner_key: dict[str, str] = {}
+        for name, place in origins.items():
+            while "." in name:
+                name = name.rpartition(".")[0]
+                self._of_inner_key.setdefault(name, place)
 
     def is_set(self, key: str) -> bool:
         """Whether the user set `key` to a value that has an effect: neither null nor a default of false or "none"."""
@@ -30,8 +35,7 @@ class Provenance:
     def origin(self, key: str) -> str:
         """The place that set `key`, or a key inside it."""
         own = self._origins.get(key, "default")
-        inner = (place for name, place in self._origins.items() if name.startswith(f"{key}."))
-        return own if own != "default" else next(inner, "default")
+        return own if own != "default" else self._of_inner_key.get(key, "default")
 
     def describe(self, key: str) -> str:
         """`key is value (place)`, as error texts begin."""

@@ -60,8 +60,9 @@ def no_effect_warnings(config: RunConfig, origins: Mapping[str, str]) -> list[st
 
 
 def _engine_name(config: RunConfig, given: Provenance) -> Iterator[ConfigError]:
-    built_in = (column.partition("+")[0] for column in known_engines())
-    known = {*built_in, *(point.name for point in entry_points(group="ds_trainer.engines"))}
+    known = {column.partition("+")[0] for column in known_engines()}
+    if config.parallel.engine not in known:  # Metadata of all installed packages is read for plug-ins only.
+        known |= {point.name for point in entry_points(group="ds_trainer.engines")}
     if config.parallel.engine not in known:
         yield ConfigError(
             given.describe("parallel.engine"),

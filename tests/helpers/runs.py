@@ -9,6 +9,7 @@ import torch
 
 from ds_trainer.data.collate import pad_collate
 from ds_trainer.trainer.trainer import Trainer
+from tests.helpers.tiers import tiers
 from tests.helpers.tiny import samples, tiny_llama
 
 ENGINES: dict[str, dict] = {
@@ -19,6 +20,8 @@ ENGINES: dict[str, dict] = {
     "zero3": {"zero": {"stage": 3, "stage3_param_persistence_threshold": 0}},
     "fsdp2": {"parallel": {"engine": "fsdp2"}},
 }
+EACH_ENGINE = tiers(ENGINES, quick=("zero3", "fsdp2"))
+"""Of a test: the others run in `make test-all`."""
 SGD = {"name": "sgd", "lr": 1.0, "max_grad_norm": 0.0}
 """The weights after one step are the initial ones less the gradient."""
 D8 = samples(8)

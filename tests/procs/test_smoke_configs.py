@@ -9,6 +9,7 @@ from ds_trainer.config.backend import backend
 from ds_trainer.config.io import load_config
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.launch import chats, write_jsonl
+from tests.helpers.tiers import tiers
 
 SMOKE = Path(__file__).parents[2] / "ds_configs" / "smoke"
 CLASSES = {"deepspeed": "DeepSpeedEngine", "ddp": "DistributedDataParallel", "fsdp2": "FSDP2"}
@@ -23,6 +24,10 @@ def train(name: str, overrides: list[str]) -> tuple[int, str]:
     state = trainer.train()
     trainer.close()
     return state.global_step, trainer.run.facts.engine
+
+
+QUICK = ["accelerate_ddp.json", "fsdp2_selective_chunked.json", "pp2_zbv.json", "tp2_zero2_sequence_parallel.json"]
+QUICK += ["zero3_cpu_offload.json"]
 
 
 def check(world, name: str, folder: Path, **overrides: str) -> None:
@@ -42,16 +47,13 @@ def check(world, name: str, folder: Path, **overrides: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(path.name, marks=[pytest.mark.slow] if RANKS.get(path.name, 2) > 4 else [])
-        for path in sorted(SMOKE.glob("*.json"))
-        if "nvme" not in path.name
-    ],
+    tiers(sorted(path.name for path in SMOKE.glob("*.json") if "nvme" not in path.name), quick=QUICK),
 )
 def test_a_smoke_config_trains(world, tmp_path, name):
     check(world, name, tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.nvme
 @pytest.mark.parametrize("part", ["optimizer", "param"])
 def test_a_smoke_config_with_nvme_trains(world, tmp_path, nvme, part):

@@ -6,6 +6,7 @@ import psutil
 import pytest
 
 from tests.helpers.launch import free_port, launch, run_folder, write_json
+from tests.helpers.tiers import tiers
 
 SCRIPT = "tests/e2e/scripts/fail_at_step_3.py"
 LAUNCHERS = {
@@ -42,9 +43,8 @@ def fail(run, launcher, way):
     return launched, seconds
 
 
-@pytest.mark.slow
 @pytest.mark.case("F8")
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", tiers(LAUNCHERS, slow=["torchrun", "deepspeed"]))
 def test_the_traceback_of_a_rank_that_raises_ends_with_its_step_and_samples(run, launcher):
     launched, seconds = fail(run, launcher, "raises")
     # torch puts the rank before each line of a traceback.
@@ -53,11 +53,13 @@ def test_the_traceback_of_a_rank_that_raises_ends_with_its_step_and_samples(run,
     assert seconds < 15
 
 
-@pytest.mark.slow
 @pytest.mark.case("F8")
 @pytest.mark.parametrize(
     ("launcher", "way"),
-    [("torchrun", "exits"), ("torchrun", "is killed"), ("deepspeed", "exits"), ("accelerate", "is killed")],
+    tiers(
+        [("torchrun", "exits"), ("torchrun", "is killed"), ("deepspeed", "exits"), ("accelerate", "is killed")],
+        slow=[("torchrun", "is killed"), ("deepspeed", "exits")],
+    ),
 )
 def test_a_rank_that_ends_without_a_word_is_named_by_the_other(run, launcher, way):
     launched, seconds = fail(run, launcher, way)
@@ -66,9 +68,11 @@ def test_a_rank_that_ends_without_a_word_is_named_by_the_other(run, launcher, wa
     assert seconds < 15
 
 
-@pytest.mark.slow
 @pytest.mark.case("F8")
-@pytest.mark.parametrize(("launcher", "way"), [("torchrun", "sleeps in a loop"), ("deepspeed", "sleeps")])
+@pytest.mark.parametrize(
+    ("launcher", "way"),
+    tiers([("torchrun", "sleeps in a loop"), ("deepspeed", "sleeps")], slow=[("torchrun", "sleeps in a loop")]),
+)
 def test_a_rank_that_sleeps_for_ever_is_named_with_default_keys(run, launcher, way):
     launched, seconds = fail(run, launcher, way)
     assert "error: rank 1 is stuck, " in launched.text and WHERE in launched.text
@@ -99,17 +103,16 @@ def pipeline(tmp_path_factory):
     return write_json(folder / "run.json", config)
 
 
-@pytest.mark.slow
+STAGE_FAILS = [
+    ("torchrun", "raises in a forward pass", "ValueError: boom", 15),
+    ("torchrun", "is killed in a forward pass", "its process ended without a word", 30),
+    ("deepspeed", "is killed in a forward pass", "its process ended without a word", 30),
+    ("torchrun", "sleeps in a forward pass", "is stuck, ", 30),
+]
+
+
 @pytest.mark.case("F8")
-@pytest.mark.parametrize(
-    ("launcher", "way", "words", "limit_s"),
-    [
-        ("torchrun", "raises in a forward pass", "ValueError: boom", 15),
-        ("torchrun", "is killed in a forward pass", "its process ended without a word", 30),
-        ("deepspeed", "is killed in a forward pass", "its process ended without a word", 30),
-        ("torchrun", "sleeps in a forward pass", "is stuck, ", 30),
-    ],
-)
+@pytest.mark.parametrize(("launcher", "way", "words", "limit_s"), tiers(STAGE_FAILS, slow=STAGE_FAILS[2:]))
 def test_a_stage_that_fails_in_mid_step_is_named_and_ends_all(pipeline, launcher, way, words, limit_s):
     launched, seconds = fail(pipeline, launcher, way)
     text = launched.text.replace("[rank1]: ", "")

@@ -26,6 +26,7 @@ from tests.helpers.launch import (
     write_json,
     write_jsonl,
 )
+from tests.helpers.tiers import tiers
 
 SET = ("--set", "run.max_steps=1", "--set", "checkpoint.export=false", "--set", "logging.plots=false")
 
@@ -256,9 +257,9 @@ FAULTS = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("arguments,found,change", FAULTS.values(), ids=FAULTS)
-def test_under_a_launcher_a_fault_ends_all_ranks_with_one_voice(run, arguments, found, change):
+@pytest.mark.parametrize("fault", tiers(FAULTS, slow=["no model"]))
+def test_under_a_launcher_a_fault_ends_all_ranks_with_one_voice(run, fault):
+    arguments, found, change = FAULTS[fault]
     refused(deepspeed(TRAIN, "--config", run / "run.json", *arguments), found, change)
 
 

@@ -79,7 +79,7 @@ def test_the_slurm_job_is_warned_before_its_time_is_up_and_goes_back_into_the_qu
     assert asked["gpus-per-node"] == asked["ntasks-per-node"], "one GPU a rank"
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.case("F11")
 def test_the_deepspeed_script_runs(run):
     hostfile = run / "hostfile"
@@ -88,7 +88,7 @@ def test_the_deepspeed_script_runs(run):
     trained(launch("bash", FOLDER / "deepspeed.sh", run / "run.json", **node), run)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.case("F11")
 def test_the_torchrun_script_runs(run):
     node = {"NNODES": "1", "NPROC_PER_NODE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}

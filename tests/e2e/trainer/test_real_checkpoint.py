@@ -11,8 +11,7 @@ from safetensors.torch import load_file
 from ds_trainer.metrics import read_metrics
 from tests.helpers.launch import ROOT, TRAIN, chats, free_port, launch, python, write_json, write_jsonl
 from tests.helpers.runs import largest_difference
-
-pytestmark = pytest.mark.slow
+from tests.helpers.tiers import tiers
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +73,7 @@ LAYOUTS = {
 
 
 @pytest.mark.case("D3", "D11", "D13", "I1", "I8")
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", tiers(LAYOUTS, slow=["pp 2 x dp 2 with ZeRO-1"]))
 def test_every_layout_takes_the_steps_of_one_process_and_exports_its_weights(tmp_path, checkpoint, one_process, layout):
     ranks, parallel, sections = LAYOUTS[layout]
     ran = torchrun(ranks, config(tmp_path, checkpoint, "out", parallel, **sections))
@@ -94,6 +93,7 @@ def test_every_layout_takes_the_steps_of_one_process_and_exports_its_weights(tmp
     assert len({tuple(sorted((file.name, file.stat().st_size) for file in f.iterdir())) for f in folders}) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.case("I1")
 def test_two_tensor_ranks_are_refused_with_the_sizes_that_work(tmp_path, checkpoint):
     ran = torchrun(2, config(tmp_path, checkpoint, "out", {"tp": 2}))

@@ -16,6 +16,7 @@ from ds_trainer.launch.signals import EXIT_CODE
 from ds_trainer.metrics import read_metrics
 from ds_trainer.trainer.trainer import Trainer
 from tests.helpers.launch import ROOT, TRAIN, chats, free_port, outside_a_launcher, run_folder, write_json, write_jsonl
+from tests.helpers.tiers import tiers
 
 STEPS = 100
 LIMIT_S = 30.0
@@ -131,10 +132,13 @@ CASES = {
 }
 
 
-@pytest.mark.slow
+SLOW = ["Ctrl-C at deepspeed", "SIGTERM to torchrun", "SIGUSR1 to a rank of torchrun", "SIGTERM to ds-trainer"]
+
+
 @pytest.mark.case("F10")
-@pytest.mark.parametrize(("command", "number", "receiver"), CASES.values(), ids=CASES)
-def test_all_processes_end_and_the_run_goes_on_exactly(world, tmp_path, config, straight, command, number, receiver):
+@pytest.mark.parametrize("case", tiers(CASES, slow=SLOW))
+def test_all_processes_end_and_the_run_goes_on_exactly(world, tmp_path, config, straight, case):
+    command, number, receiver = CASES[case]
     out, ranks = tmp_path / "out", 1 if command is PYTHON else 2
     with Running(tmp_path, *command, config, "--set", f"run.output_dir={out}") as running:
         metrics = out / "metrics.jsonl"

@@ -2,6 +2,7 @@
 
 import json
 import time
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from ds_trainer.callbacks.base import Callback
 from ds_trainer.errors import MachineError
-from tests.helpers.runs import ENGINES, make_trainer, weights
+from tests.helpers.runs import EACH_ENGINE, ENGINES, make_trainer, weights
+from tests.helpers.tiers import tiers
 from tests.helpers.tiny import tiny_llama
 
 IDS = [[5, 9, 33, 2, 60, 17]]
@@ -27,9 +29,12 @@ class SaveAfter(Callback):
 
 
 @pytest.mark.case("D1", "D3")
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("engine", ENGINES)
-def test_the_folder_loads_whole_and_computes_what_the_live_model_did(world, tmp_path, engine, tied):
+@pytest.mark.parametrize(
+    ("engine", "ties"),
+    tiers(product(ENGINES, ["tied", "untied"]), quick=[("zero3", "tied"), ("zero2", "untied"), ("fsdp2", "tied")]),
+)
+def test_the_folder_loads_whole_and_computes_what_the_live_model_did(world, tmp_path, engine, ties):
+    tied = ties == "tied"
     tiny_llama(tied=tied).save_pretrained(tmp_path / "theirs")
     theirs = load_file(tmp_path / "theirs" / "model.safetensors")
     assert ("lm_head.weight" in theirs) != tied
@@ -63,7 +68,7 @@ def train_and_save(engine, out, tied):
 
 
 @pytest.mark.case("D1")
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", EACH_ENGINE)
 def test_a_bf16_export_holds_the_rounded_masters_bit_for_bit(world, tmp_path, engine):
     masters = world(train_in_bf16, 2, engine, tmp_path)[0]
     saved = load_file(tmp_path / "model" / "model.safetensors")

@@ -4,12 +4,13 @@ import pytest
 import torch
 
 from tests.helpers.runs import make_trainer, weights
+from tests.helpers.tiers import tiers
 
 SIZES = (64, 1000, 1_000_000)
 
 
 @pytest.mark.case("G7")
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", tiers([1, 2, 3], quick=[3]))
 def test_the_weights_do_not_depend_on_the_reduction_bucket(world, tmp_path, stage):
     for by_size in world(train_with_each_size, 2, tmp_path, stage):
         first, *others = by_size

@@ -14,7 +14,6 @@ from ds_trainer.callbacks.base import Callback
 from ds_trainer.config.memory_needs import memory_row
 from ds_trainer.engines.introspect import local_shard, storage_bytes
 from tests.helpers.runs import make_trainer
-from tests.helpers.tiers import tiers
 from tests.helpers.tiny import samples, tiny_llama
 
 # Many small matrices: stages 1 and 2 keep the whole gradient of a matrix that lies across two ranks' shards, and with
@@ -142,7 +141,8 @@ def test_live_tensors_equal_the_table_within_three_percent(world, tmp_path, cell
         assert not wrong, f"{measured} instead of {expected}"
 
 
-@pytest.mark.parametrize("dtype", tiers(["fp32", "bf16"], slow=["bf16"]))
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_a_tensor_rank_keeps_as_much_for_each_parameter_that_it_holds(world, tmp_path, dtype):
     layouts = ["ddp", "zero1", "zero2", "zero3", "zero2-cpu", "fsdp2"]
     for measured, expected in world(measure, 4, tmp_path, {"dtype": dtype}, layouts, 1, 2):

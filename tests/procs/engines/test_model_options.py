@@ -8,12 +8,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from ds_trainer.trainer.trainer import Trainer
 from tests.helpers.checkpoints import VOCAB, make_checkpoint
 from tests.helpers.runs import D8, collate, largest_difference, make_trainer, run_config, weights
+from tests.helpers.tiers import tiers
 from tests.helpers.tiny import oracle, tiny_llama
 
 ENGINES = ["ddp", "zero2", "zero3", "fsdp2"]
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", tiers(ENGINES, quick=["zero3"]))
 def test_activation_checkpointing_computes_twice_and_changes_no_gradient(world, tmp_path, engine):
     model = tiny_llama()
     loss, norm, gradients = oracle(model, D8)
@@ -42,7 +43,7 @@ def with_and_without(engine, out):
 @pytest.mark.parametrize("multiple", [None, 8], ids=["exact", "padded"])
 @pytest.mark.parametrize("kind", ["llama_tied", "llama"])
 @pytest.mark.case("H6")
-@pytest.mark.parametrize("engine", ["ddp", "zero3", "fsdp2"])
+@pytest.mark.parametrize("engine", tiers(["ddp", "zero3", "fsdp2"], quick=["zero3"]))
 def test_grown_embeddings_keep_old_rows_and_agree_on_new_ones(world, tmp_path, engine, kind, multiple):
     folder = make_checkpoint(tmp_path / "checkpoint", kind)
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -77,7 +78,7 @@ def grow(engine, out, multiple):
 
 
 @pytest.mark.case("H4")
-@pytest.mark.parametrize("engine", ["ddp", "zero1", "zero2", "zero3", "fsdp2"])
+@pytest.mark.parametrize("engine", tiers(["ddp", "zero1", "zero2", "zero3", "fsdp2"], quick=["zero2", "fsdp2"]))
 def test_frozen_parameters_stay_and_are_exported_with_the_others(world, tmp_path, engine):
     model = frozen_llama()
     loss, norm, gradients = oracle(model, D8)

@@ -18,6 +18,7 @@ from ds_trainer.callbacks.base import Callback
 from ds_trainer.config.memory_needs import memory_row
 from ds_trainer.errors import EngineError, MachineError
 from tests.helpers.runs import make_trainer, weights
+from tests.helpers.tiers import tiers
 from tests.helpers.tiny import tiny_llama
 
 pytestmark = [pytest.mark.nvme, pytest.mark.case("E6")]
@@ -136,7 +137,7 @@ def refused(out: Path, case: str, optimizer: dict, param: dict) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("case", ["large embedding", "odd sizes"])
+@pytest.mark.parametrize("case", tiers(["large embedding", "odd sizes"], slow=["odd sizes"]))
 def test_three_runs_in_a_row_equal_cpu_offload_bit_for_bit_and_leave_nothing(world, tmp_path, nvme, case):
     (expected, _) = world(train, 2, tmp_path / "out", case, CPU, CPU)
     assert all(expected["weights"][name] != value for name, value in expected["before"].items())
@@ -162,6 +163,7 @@ def test_swap_files_grow_in_the_first_step_and_then_hold_the_tables_bytes(world,
         assert 0.9 * got["expected"] < got["bytes"][1] <= 1.01 * got["expected"]
 
 
+@pytest.mark.slow
 def test_two_runs_at_once_on_one_path_do_not_disturb_each_other(world, tmp_path, nvme):
     (expected, _) = world(train, 2, tmp_path / "out", "large embedding", CPU, CPU)
     outs = (tmp_path / "first", tmp_path / "second")

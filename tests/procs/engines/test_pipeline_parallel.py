@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from ds_trainer.errors import EngineError
-from tests.helpers.runs import largest_difference, make_trainer, weights
+from tests.helpers.overflow import three_steps
+from tests.helpers.runs import largest_difference, make_trainer
 from tests.helpers.tiny import tiny_llama
 
 SLOW = pytest.mark.slow
@@ -20,33 +21,19 @@ def overflowed(out, engine):
     """Loss scales by step, where in the second one a gradient of stage 1 alone is infinite; whether it acted."""
     run = {"max_steps": 4, "epochs": 4, "on_non_finite": "skip"}
     trainer = make_trainer(engine, out, run=run, parallel=parallel(engine))
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=100)
-    if engine in ("ddp", "fsdp2"):
-        trainer.engine._scaler = scaler  # The config allows fp16 on GPUs only.
-    scales, kept = [], []
-    optimizer_step = trainer.engine.optimizer_step
     parameter = dict(trainer.run.model.named_parameters()).get("model.layers.1.mlp.up_proj.weight")
 
     def spoiled(gradient):
         return gradient.index_fill(0, torch.tensor([0]), torch.inf) if trainer.state.global_step == 1 else gradient
 
-    if engine == "zero1" and parameter is not None:  # Which cuts and hides what `optimizer_step` reads.
-        parameter.register_hook(spoiled)
-
-    def spoiled_step():
+    def spoil():
         if engine != "zero1" and parameter is not None:
             local = getattr(parameter.grad, "_local_tensor", parameter.grad)
             local.copy_(spoiled(local))
-        before = weights(trainer)
-        outcome = optimizer_step()
-        kept.append(largest_difference(weights(trainer), before) == 0.0)
-        return outcome
 
-    trainer.engine.optimizer_step = spoiled_step
-    for _ in range(3):
-        trainer.train_step()
-        scales.append(scaler.get_scale())
-    return scales, kept
+    if engine == "zero1" and parameter is not None:  # Which cuts and hides what `optimizer_step` reads.
+        parameter.register_hook(spoiled)
+    return three_steps(trainer, spoil)
 
 
 @pytest.mark.parametrize(

@@ -5,14 +5,14 @@ import torch
 from torch import nn
 
 from ds_trainer.callbacks.base import Callback
-from tests.helpers.runs import D8, ENGINES, make_trainer, weights
+from tests.helpers.runs import D8, EACH_ENGINE, make_trainer, weights
 from tests.helpers.tiny import oracle, tiny_llama
 
 BF16 = {"dtype": "bf16"}
 
 
 @pytest.mark.case("G1")
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", EACH_ENGINE)
 def test_masters_and_moments_are_fp32_after_the_first_step_in_bf16(world, tmp_path, engine):
     names = {name for name, _ in tiny_llama().named_parameters()}
     results = world(dtypes_of_state, 2, engine, tmp_path)
@@ -33,7 +33,7 @@ def dtypes_of_state(engine, out):
 
 
 @pytest.mark.case("B1", "B8")
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", EACH_ENGINE)
 def test_the_loss_and_the_norm_in_bf16_are_those_of_one_process_in_fp32(world, tmp_path, engine):
     loss, norm, _ = oracle(tiny_llama(), D8)
     for got in world(one_step, 2, engine, tmp_path):
@@ -70,7 +70,7 @@ SCALE = {"data_collator": stack, "compute_loss_func": mean_logit}
 
 
 @pytest.mark.case("G1")
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", EACH_ENGINE)
 def test_small_steps_move_the_masters_where_they_would_not_move_bf16_weights(world, tmp_path, engine):
     lr, steps = 1e-5, 50
     one = torch.ones((), dtype=torch.bfloat16)
@@ -111,7 +111,7 @@ COUNT = 64
 
 
 @pytest.mark.case("G2")
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", EACH_ENGINE)
 def test_no_bit_of_a_micro_batch_is_lost_in_accumulation_and_reduction(world, tmp_path, engine):
     for got in world(accumulate, 2, engine, tmp_path, BF16):
         assert got * COUNT == pytest.approx(1 + (COUNT - 1) * SMALL, rel=1e-6)

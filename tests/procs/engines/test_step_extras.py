@@ -61,7 +61,7 @@ def run_with(reference: Path, out: Path, engine: str, sections: dict) -> tuple[i
     return operators.most_logits, operators.products_by_activation()
 
 
-@pytest.mark.parametrize("engine", tiers(ENGINES, quick=["zero3"], slow=["fsdp2"]))
+@pytest.mark.parametrize("engine", tiers(ENGINES, slow=["zero3", "fsdp2"]))
 def test_selective_recompute_and_a_chunked_head_give_the_numbers_of_one_process(world, references, tmp_path, engine):
     sections = {"model": {"gradient_checkpointing": "selective"}, "loss": {"chunk_tokens": CHUNK}}
     for most_logits, products_by_activation in world(run_with, 2, references("sgd", SHAPE), tmp_path, engine, sections):
@@ -184,7 +184,7 @@ def with_and_without_fused(out, engine):
     ("engine", "recompute"),
     tiers(
         [("ddp", False), ("zero2", True), ("zero3", "selective"), ("fsdp2", "selective")],
-        slow=[("zero3", "selective"), ("fsdp2", "selective")],
+        slow=[("zero3", "selective")],
     ),
 )
 def test_compiled_blocks_give_the_numbers_of_others_at_every_length(world, tmp_path, engine, recompute):

@@ -15,6 +15,7 @@ from ds_trainer.engines.fsdp2.engine import fsdp_modules
 from ds_trainer.engines.replica_check import check_replicas
 from ds_trainer.errors import EngineError
 from ds_trainer.log import get_logger
+from tests.helpers.overflow import three_steps
 from tests.helpers.runs import D8, largest_difference, make_trainer, weights
 from tests.helpers.tiny import oracle, tiny_llama
 
@@ -160,25 +161,13 @@ def test_the_largest_gradient_of_all_tensor_ranks_clips(world, tmp_path, engine)
 def overflowed(out, engine):
     """Loss scales by step, where in the second one a gradient of tensor rank 1 alone is infinite; whether it acted."""
     trainer = make_trainer(engine, out, run=LONG | {"on_non_finite": "skip"}, parallel=parallel(engine))
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=100)
-    trainer.engine._scaler = scaler  # The config allows fp16 on GPUs only.
-    scales, kept = [], []
-    optimizer_step = trainer.engine.optimizer_step
 
-    def spoiled_step():
+    def spoil():
         if trainer.state.global_step == 1 and trainer.run.mesh.grid.tp_rank == 1:
             gradient = dict(trainer.run.model.named_parameters())["model.layers.0.mlp.up_proj.weight"].grad
             getattr(gradient, "_local_tensor", gradient)[0, 0] = torch.inf
-        before = weights(trainer)
-        outcome = optimizer_step()
-        kept.append(largest_difference(weights(trainer), before) == 0.0)
-        return outcome
 
-    trainer.engine.optimizer_step = spoiled_step
-    for _ in range(3):
-        trainer.train_step()
-        scales.append(scaler.get_scale())
-    return scales, kept
+    return three_steps(trainer, spoil)
 
 
 @pytest.mark.parametrize("engine", ["ddp", pytest.param("fsdp2", marks=pytest.mark.slow)])

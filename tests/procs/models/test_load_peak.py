@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from itertools import product
 from math import prod
 from pathlib import Path
 from unittest.mock import patch
@@ -15,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.helpers.rss import rss_anon_peak
 from tests.helpers.runs import make_trainer
+from tests.helpers.tiers import tiers
 
 
 class Loaded(Exception):
@@ -57,17 +59,15 @@ def load_peak(out: Path, checkpoint: Path, engine: str, tp: int = 1) -> float:
 
 
 @pytest.mark.case("E1", "E2")
-@pytest.mark.parametrize(("ranks", "limit"), [(2, 0.75), (4, 0.45)])
-@pytest.mark.parametrize("engine", ["zero3", "fsdp2"])
-def test_no_rank_holds_more_than_its_share_of_a_cut_model(world, tmp_path, checkpoint, engine, ranks, limit):
+@pytest.mark.parametrize(("engine", "ranks"), tiers(product(["zero3", "fsdp2"], [2, 4]), quick=[("fsdp2", 4)]))
+def test_no_rank_holds_more_than_its_share_of_a_cut_model(world, tmp_path, checkpoint, engine, ranks):
+    limit = {2: 0.75, 4: 0.45}[ranks]
     peaks = world(load_peak, ranks, tmp_path, checkpoint, engine)
     assert all(1 / ranks <= peak < limit for peak in peaks), peaks
 
 
 @pytest.mark.case("E1")
-@pytest.mark.parametrize(
-    "engine", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("zero0", "zero1")), "zero2"]
-)
+@pytest.mark.parametrize("engine", tiers(["zero0", "zero1", "zero2"], slow=["zero1", "zero2"]))
 def test_a_replicated_model_is_held_once_by_each_rank_while_it_is_loaded(world, tmp_path, checkpoint, engine):
     peaks = world(load_peak, 2, tmp_path, checkpoint, engine)
     assert all(1 <= peak < 1.1 for peak in peaks), peaks

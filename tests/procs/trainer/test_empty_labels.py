@@ -8,7 +8,7 @@ import torch
 from ds_trainer.callbacks.base import Callback
 from ds_trainer.errors import DataError
 from ds_trainer.loss import IGNORE_INDEX
-from tests.helpers.runs import D8, ENGINES, largest_difference, make_trainer, weights
+from tests.helpers.runs import D8, EACH_ENGINE, largest_difference, make_trainer, weights
 from tests.helpers.tiny import oracle, tiny_llama
 
 
@@ -21,7 +21,7 @@ RANK_1_EMPTY = [without_labels(row) if i in (2, 3, 6, 7) else row for i, row in 
 
 
 @pytest.mark.case("B5")
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", EACH_ENGINE)
 def test_a_rank_without_labels_adds_nothing(world, tmp_path, engine):
     model = tiny_llama()
     loss, norm, gradients = oracle(model, RANK_1_EMPTY)
@@ -38,7 +38,7 @@ def rank_without_labels(engine, out):
 
 
 @pytest.mark.case("B5")
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", EACH_ENGINE)
 def test_a_step_without_labels_updates_nothing_and_moves_on(world, tmp_path, engine):
     for rank, (steps, lines, said) in enumerate(world(step_without_labels, 2, engine, tmp_path)):
         assert [step["global_step"] for step in steps] == [1, 2, 3]

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.helpers.runs import D8, ENGINES, make_trainer, weights
+from tests.helpers.runs import D8, EACH_ENGINE, make_trainer, weights
 from tests.helpers.tiny import oracle, tiny_llama
 
 CELLS = [(engine, ranks) for engine in ("ddp", "zero2", "zero3") for ranks in (1, 2)]
@@ -52,7 +52,7 @@ def predict(engine, out):
     return output.predictions, output.label_ids, output.metrics, set(trainer.evaluate())
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", EACH_ENGINE)
 def test_evaluating_between_steps_does_not_change_the_training(world, tmp_path, engine):
     with_evaluation, without, calls = world(train_twice, 2, engine, tmp_path)[0]
     assert calls == 3

@@ -20,6 +20,7 @@ from ds_trainer.launch.signals import EXIT_CODE
 from ds_trainer.trainer.generation import Decoding, generate
 from ds_trainer.trainer.trainer import Trainer
 from tests.helpers.runs import D8, collate, make_trainer, run_config, weights
+from tests.helpers.tiers import tiers
 from tests.helpers.tiny import tiny_llama
 from tests.helpers.tokenizers import make_tokenizer
 
@@ -69,8 +70,9 @@ class Watch(Callback):
             trainer.generate(["<s>a", "<s>b"], max_new_tokens=3, do_sample=True, temperature=2.0)
 
 
+@pytest.mark.slow
 @pytest.mark.case("F4")
-@pytest.mark.parametrize("engine", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("ddp", "zero2")), *CUT])
+@pytest.mark.parametrize("engine", ["ddp", "zero2", *CUT])
 def test_texts_are_those_of_one_process_and_the_training_goes_on_as_if_there_had_been_none(world, tmp_path, engine):
     results = world(train_with_and_without, 2, engine, tmp_path)
     lines = [json.loads(line) for line in (tmp_path / "with" / "generations.jsonl").read_text().splitlines()]
@@ -169,7 +171,7 @@ def ask(out):
     }
 
 
-@pytest.mark.parametrize("engine", ["ddp", "zero0", *CUT])
+@pytest.mark.parametrize("engine", tiers(["ddp", "zero0", *CUT], quick=CUT))
 def test_it_runs_in_the_number_format_of_the_run_and_with_the_cache_that_checkpointing_turns_off(
     world, tmp_path, engine
 ):

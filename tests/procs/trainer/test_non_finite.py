@@ -1,20 +1,23 @@
 """A NaN or infinite loss or gradient never reaches a weight, and every rank ends or goes on together."""
 
+from itertools import product
+
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
 from ds_trainer.errors import NonFiniteError
 from tests.helpers.runs import ENGINES, make_trainer, weights
+from tests.helpers.tiers import tiers
 from tests.helpers.tiny import samples, tiny_llama
 
 MARK = 64
 """A label that no other sample has."""
 BF16 = {"precision": {"dtype": "bf16"}}
 CPU_OFFLOAD = {"zero": {"offload_optimizer": {"device": "cpu"}}}
-CELLS = [pytest.param(engine, {}, id=engine) for engine in ENGINES]
-CELLS += [pytest.param(engine, BF16, id=f"{engine}-bf16") for engine in ENGINES]
-CELLS += [pytest.param(engine, CPU_OFFLOAD, id=f"{engine}-cpu") for engine in ("zero1", "zero2", "zero3")]
+SECTIONS = {"fp32": {}, "bf16": BF16, "cpu": CPU_OFFLOAD}
+CELLS = [*product(ENGINES, ["fp32", "bf16"]), *product(["zero1", "zero2", "zero3"], ["cpu"])]
+QUICK = [("ddp", "fp32"), ("fsdp2", "bf16"), ("zero2", "cpu"), ("zero3", "fp32")]
 
 
 def rows(marked, n=24):
@@ -53,9 +56,9 @@ def run_until_error(trainer):
     return None, before, weights(trainer)
 
 
-@pytest.mark.parametrize(("engine", "sections"), CELLS)
+@pytest.mark.parametrize(("engine", "sections"), tiers(CELLS, quick=QUICK))
 def test_a_loss_that_is_not_finite_stops_every_rank_and_names_step_rank_and_samples(world, tmp_path, engine, sections):
-    texts = world(stop_on_loss, 2, engine, tmp_path, sections)
+    texts = world(stop_on_loss, 2, engine, tmp_path, SECTIONS[sections])
     assert texts[0] == texts[1]
     # Step 2 begins at sample 8, and rank 1 takes the second pair of it.
     assert "the loss of step 2 is not finite (rank 1, samples [[10, 11]])" in texts[0]
@@ -71,9 +74,9 @@ def stop_on_loss(engine, out, sections):
     return str(error)
 
 
-@pytest.mark.parametrize(("engine", "sections"), CELLS)
+@pytest.mark.parametrize(("engine", "sections"), tiers(CELLS, quick=QUICK))
 def test_a_gradient_that_is_not_finite_stops_every_rank_before_the_update(world, tmp_path, engine, sections):
-    texts = world(stop_on_gradient, 2, engine, tmp_path, sections)
+    texts = world(stop_on_gradient, 2, engine, tmp_path, SECTIONS[sections])
     assert texts[0] == texts[1]
     assert (
         "the gradient of step 2 is not finite though its loss is (samples [8, 9, 10, 11, 12, 13, 14, 15])" in texts[0]
@@ -96,8 +99,10 @@ def stop_on_gradient(engine, out, sections):
     return str(error)
 
 
-@pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    ("engine", "loss"),
+    tiers(product(ENGINES, LOSSES), quick=[("fsdp2", "nan_everywhere"), ("zero3", "infinite_loss_alone")]),
+)
 def test_skip_drops_the_step_as_if_its_samples_were_not_there(world, tmp_path, engine, loss):
     for skipped, without, state, lines in world(skip_one, 2, engine, tmp_path, loss):
         assert all(torch.equal(skipped[name], without[name]) for name in without)

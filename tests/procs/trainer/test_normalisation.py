@@ -14,7 +14,8 @@ from transformers import (
 )
 
 from ds_trainer.errors import DataError
-from tests.helpers.runs import D8, ENGINES, collate, largest_difference, make_trainer, weights
+from tests.helpers.runs import D8, EACH_ENGINE, collate, largest_difference, make_trainer, weights
+from tests.helpers.tiers import tiers
 from tests.helpers.tiny import oracle, tiny_llama
 
 LOSS, GRAD_NORM = 4.191505, 0.783778
@@ -52,7 +53,7 @@ def check(results, expected):
 
 @pytest.mark.case("B1", "B8", "G6")
 @pytest.mark.parametrize(("ranks", "micro_sizes"), [(1, (8, 2)), (2, (2, 1))], ids=["1-rank", "2-ranks"])
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", EACH_ENGINE)
 def test_loss_norm_and_weights_do_not_depend_on_how_the_batch_is_cut(
     world, tmp_path, expected, engine, ranks, micro_sizes
 ):
@@ -131,7 +132,7 @@ def beyond(features):
 
 
 @pytest.mark.case("B2")
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", EACH_ENGINE)
 def test_a_rank_of_short_samples_beside_one_of_long_ones(world, tmp_path, expected, engine):
     check(world(short_and_long, 2, engine, tmp_path), expected)
 
@@ -146,7 +147,7 @@ def short_and_long(engine, out):
 
 
 @pytest.mark.case("B2")
-@pytest.mark.parametrize("engine", ["ddp", "zero2", "zero3"])
+@pytest.mark.parametrize("engine", tiers(["ddp", "zero2", "zero3"], quick=["zero3"]))
 def test_label_smoothing_equals_torch_on_the_whole_batch(world, tmp_path, engine):
     model, batch = tiny_llama(), collate(D8)
     logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, :-1]
@@ -168,7 +169,7 @@ def from_backward(model, loss):
 
 
 @pytest.mark.case("B2")
-@pytest.mark.parametrize("engine", ["ddp", "zero2", "zero3"])
+@pytest.mark.parametrize("engine", tiers(["ddp", "zero2", "zero3"], quick=["zero3"]))
 def test_a_loss_function_of_the_user_is_divided_by_the_tokens_of_all_ranks(world, tmp_path, expected, engine):
     check(world(users_loss, 2, engine, tmp_path), expected)
 
@@ -240,7 +241,7 @@ OWN_LOSS = {
 
 
 @pytest.mark.case("B2")
-@pytest.mark.parametrize("engine", ["ddp", "zero2", "zero3"])
+@pytest.mark.parametrize("engine", tiers(["ddp", "zero2", "zero3"], quick=["zero3"]))
 @pytest.mark.parametrize("kind", OWN_LOSS)
 def test_a_mean_that_the_model_itself_computes_is_weighted_by_its_labels(world, tmp_path, kind, engine):
     make_model, make_batch, rows = OWN_LOSS[kind]
@@ -264,7 +265,7 @@ def regression(engine, out):
 
 
 @pytest.mark.case("G6")
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", EACH_ENGINE)
 def test_clipping_scales_the_update_to_the_limit(world, tmp_path, expected, engine):
     initial = {name: p.detach() for name, p in tiny_llama().named_parameters()}
     for loss, norm, final in world(clipped, 2, engine, tmp_path):

@@ -9,6 +9,7 @@ import torch
 
 from ds_trainer.errors import ConfigError, DataError, NonFiniteError, UserError
 from tests.helpers.runs import D8, collate, largest_difference, make_trainer, weights
+from tests.helpers.tiers import tiers
 from tests.helpers.tiny import samples, tiny_llama
 
 SCHEDULES = ["gpipe", "1f1b", "interleaved_1f1b"]
@@ -143,7 +144,7 @@ def poisoned(out, engine: str, sections: dict, on_non_finite: str):
     return trainer.state.skipped_steps, largest_difference(weights(trainer), before)
 
 
-@pytest.mark.parametrize("engine", ["ddp", pytest.param("fsdp2", marks=pytest.mark.slow), "zero1"])
+@pytest.mark.parametrize("engine", tiers(["ddp", "fsdp2", "zero1"], quick=["ddp"]))
 def test_a_loss_that_is_not_finite_stops_every_stage_and_leaves_all_weights(world, tmp_path, engine):
     keys = {"parallel": {"pp": 2}}
     for text, moved in world(poisoned, 4, tmp_path / "stop", engine, keys, "stop"):

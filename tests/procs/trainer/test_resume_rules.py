@@ -11,6 +11,7 @@ from ds_trainer.callbacks.base import Callback
 from ds_trainer.errors import CheckpointError, ConfigError
 from ds_trainer.log import get_logger
 from tests.helpers.runs import D8, largest_difference, make_trainer, weights
+from tests.helpers.tiers import tiers
 from tests.helpers.tiny import samples, tiny_llama
 
 ADAMW = {"name": "adamw", "lr": 1e-2, "eps": 1e-4}
@@ -92,7 +93,7 @@ AUTO = {"resume": "auto"}
 
 
 @pytest.mark.case("C3", "A4")
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", tiers([0, 2], quick=[0]))
 def test_samples_go_on_in_the_middle_of_an_epoch_twice_in_a_row(world, tmp_path, workers):
     data = {"num_workers": workers}
     straight = run(world, 2, tmp_path / "straight", data=data)
@@ -110,7 +111,7 @@ def test_samples_go_on_in_the_middle_of_an_epoch_twice_in_a_row(world, tmp_path,
 
 
 @pytest.mark.case("C2")
-@pytest.mark.parametrize("scheduler", ["own", "torch"])
+@pytest.mark.parametrize("scheduler", tiers(["own", "torch"], quick=["own"]))
 def test_learning_rates_go_on(world, tmp_path, scheduler):
     straight = world(train_with_scheduler, 1, tmp_path / "straight", scheduler, None, None)[0]
     first = world(train_with_scheduler, 1, tmp_path / "cut", scheduler, 5, None)[0]
@@ -128,6 +129,7 @@ def train_with_scheduler(out, scheduler, stop_after, resume):
     return train(out, model=model, stop_after=stop_after, given=given, checkpoint={"resume": resume})
 
 
+@pytest.mark.slow
 def test_another_micro_size_goes_on_at_the_same_sample(world, tmp_path):
     straight = run(world, 2, tmp_path / "straight")
     run(world, 2, tmp_path / "cut", stop_after=8)
@@ -173,8 +175,11 @@ def test_what_may_change_is_said(world, tmp_path):
 
 @pytest.mark.case("C1")
 @pytest.mark.parametrize(
-    "before, ranks, after, later_ranks",
-    [("zero2", 2, "zero2", 1), ("zero1", 2, "zero1", 4), ("zero3", 2, "zero1", 2), ("ddp", 2, "zero0", 2)],
+    ("before", "ranks", "after", "later_ranks"),
+    tiers(
+        [("zero2", 2, "zero2", 1), ("zero1", 2, "zero1", 4), ("zero3", 2, "zero1", 2), ("ddp", 2, "zero0", 2)],
+        quick=[("zero2", 2, "zero2", 1)],
+    ),
 )
 def test_another_layout_is_refused_naming_both_and_its_weights_are_offered(
     world, tmp_path, before, ranks, after, later_ranks
@@ -199,6 +204,7 @@ def initial_weights(out, engine, checkpoint):
     return found
 
 
+@pytest.mark.slow
 def test_another_global_size_goes_on_at_the_same_sample_where_a_key_allows_it(world, tmp_path):
     straight = run(world, 2, tmp_path / "straight")
     run(world, 2, tmp_path / "cut", stop_after=8)

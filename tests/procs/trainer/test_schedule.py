@@ -1,10 +1,12 @@
 """Steps, learning rates and sample order follow from the config alone."""
 
 import math
+from itertools import product
 
 import pytest
 
 from tests.helpers.runs import collate, make_trainer
+from tests.helpers.tiers import tiers
 from tests.helpers.tiny import samples
 
 TEN = samples(10)
@@ -22,11 +24,11 @@ EXPECTED = {
     "wsd": ({"warmup_steps": 1, "decay_ratio": 1 / 3}, [0, 1, 1, 1, 1, 1, 1, 2 / 3, 1 / 3, 0]),
     "constant": ({"warmup_steps": 2}, [0, 1 / 2, *[1] * 8]),
 }
+QUICK = [*((name, "ddp") for name in EXPECTED), ("cosine", "zero2")]
 
 
 @pytest.mark.case("A9")
-@pytest.mark.parametrize("engine", ["ddp", "zero2"])
-@pytest.mark.parametrize("name", EXPECTED)
+@pytest.mark.parametrize(("name", "engine"), tiers(product(EXPECTED, ["ddp", "zero2"]), quick=QUICK))
 def test_every_step_has_its_rate_and_the_last_leaves_the_schedules_end(world, tmp_path, name, engine):
     section, factors = EXPECTED[name]
     floor = {} if name == "constant" else {"min_lr_ratio": FLOOR}
@@ -50,6 +52,9 @@ def run_schedule(engine, out, schedule):
     )
     state = trainer.train()
     return [line.lr for line in state.log_history], [g["lr"] for g in trainer.engine.param_groups()], state
+
+
+QUICK = [*((name, "ddp") for name in EXPECTED), ("cosine", "zero2")]
 
 
 @pytest.mark.case("A9")

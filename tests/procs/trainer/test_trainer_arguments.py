@@ -6,11 +6,12 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from ds_trainer.errors import ConfigError, DataError
 from ds_trainer.trainer.trainer import Trainer
-from tests.helpers.runs import D8, collate, largest_difference, make_trainer, run_config, weights
+from tests.helpers.runs import D8, ENGINES, collate, largest_difference, make_trainer, run_config, weights
+from tests.helpers.tiers import tiers
 from tests.helpers.tiny import oracle, tiny_llama
 
 
-@pytest.mark.parametrize("engine", ["ddp", "zero2", "zero3", "fsdp2"])
+@pytest.mark.parametrize("engine", tiers(["ddp", "zero2", "zero3", "fsdp2"], quick=["zero3"]))
 def test_an_instance_trains_as_its_checkpoint_does(world, tmp_path, engine):
     tiny_llama().save_pretrained(tmp_path / "checkpoint")
     for instance, path, key in world(by_instance_and_by_path, 2, engine, tmp_path):
@@ -41,7 +42,7 @@ def own(model):
     return optimizer, LambdaLR(optimizer, lambda step: 0.5**step)
 
 
-@pytest.mark.parametrize("engine", ["ddp", "zero0", "zero1", "zero2", "zero3", "fsdp2"])
+@pytest.mark.parametrize("engine", tiers(ENGINES, quick=["ddp", "zero2"]))
 def test_an_optimizer_and_a_scheduler_of_the_user_do_what_they_do_in_plain_torch(world, tmp_path, engine):
     model = tiny_llama()
     optimizer, scheduler = own(model)

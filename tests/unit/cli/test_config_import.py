@@ -89,6 +89,11 @@ def test_keys_of_a_yaml_are_texts_as_in_json_and_aliases_are_resolved(write):
     assert load_foreign_config(path) == {"1": "a", "no": "b", "base": {"x": 1}, "more": {"x": 1, "y": 2}}
 
 
+def test_a_yaml_value_that_contains_itself_is_refused(write, capsys):
+    assert exit_code(write("a.yaml", "deepspeed_config: &all {more: *all}")) == 2
+    assert "Circular reference" in capsys.readouterr().err
+
+
 def test_a_dash_is_stdin():
     command = [sys.executable, "-m", "ds_trainer", "config", "import", "-"]
     done = subprocess.run(command, input=ACCELERATE_FILES["fsdp2"], capture_output=True, text=True, check=True)

@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[4]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_rehearsal_of_the_bubble_benchmark_measures_every_schedule_beside_the_formula(tmp_path):
     command = [sys.executable, "benchmarks/bubble.py", "--small", "--plot", str(tmp_path / "bubble.png")]
     end = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
