@@ -152,6 +152,13 @@ class TrainerInputs:
                 "ds_trainer shards a full model, or loads each rank's shard of a checkpoint",
                 "hand over the checkpoint's path, or build the model before TrainingArguments(deepspeed=...)",
             )
+        names = [] if self.model is None else [name for name, _ in self.model.named_modules()]
+        if backend(config) == "deepspeed" and config.zero.stage == 3 and any("_orig_mod" in name for name in names):
+            raise ConfigError(
+                "the model handed to Trainer has layers compiled by torch.compile, with zero.stage = 3",
+                "the hooks of ZeRO-3 gather the parameters of a layer, and torch.compile's wrapper does not take them",
+                "set model.compile to true and hand over the layers as they are, or set zero.stage to 2",
+            )
         if self.optimizer is not None and self.model is None:
             raise ConfigError(
                 "Trainer(optimizers=...) holds an optimizer, and the model is not an instance",

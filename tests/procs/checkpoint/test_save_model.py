@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from transformers import AutoModelForCausalLM
 
 from ds_trainer.callbacks.base import Callback
-from ds_trainer.errors import MachineError
+from ds_trainer.errors import ConfigError, MachineError
 from tests.helpers.runs import EACH_ENGINE, ENGINES, make_trainer, weights
 from tests.helpers.tiers import tiers
 from tests.helpers.tiny import tiny_llama
@@ -81,6 +82,45 @@ def train_in_bf16(engine, out):
     )
     trainer.train()
     return weights(trainer)
+
+
+@pytest.mark.case("L3")
+@pytest.mark.parametrize("engine", tiers(("ddp", "zero2", "fsdp2"), quick=("ddp",)))
+def test_a_model_in_wrappers_of_torch_is_exported_as_the_same_one_without(world, tmp_path, engine):
+    world(train_wrapped, 2, engine, tmp_path)
+    exports = [load_file(tmp_path / name / "model" / "model.safetensors") for name in ("plain", "layers", "whole")]
+    for wrapped in exports[1:]:
+        assert wrapped.keys() == exports[0].keys()
+        for name, value in exports[0].items():
+            torch.testing.assert_close(wrapped[name], value, rtol=1e-5, atol=1e-5)
+
+
+def train_wrapped(engine, out):
+    for name, wrap in (("plain", lambda model: model), ("layers", wrap_layers), ("whole", wrap_whole)):
+        trainer = make_trainer(engine, out / name, model=wrap(tiny_llama()), checkpoint={"export": True})
+        trainer.train()
+        trainer.close()
+
+
+def wrap_layers(model):
+    first, second = model.model.layers
+    model.model.layers[0], model.model.layers[1] = checkpoint_wrapper(first), torch.compile(second, backend="eager")
+    return model
+
+
+def wrap_whole(model):
+    return torch.compile(model, backend="eager")
+
+
+@pytest.mark.case("L3")
+def test_compiled_layers_are_refused_where_their_parameters_are_gathered_by_hooks(world, tmp_path):
+    assert world(refuse_compiled_layers, 1, tmp_path) == [True]
+
+
+def refuse_compiled_layers(out):
+    with pytest.raises(ConfigError, match="compiled by torch.compile, with zero.stage = 3") as caught:
+        make_trainer("zero3", out, model=wrap_layers(tiny_llama()))
+    return "model.compile" in caught.value.change
 
 
 @pytest.mark.parametrize("engine", ["ddp", "zero3"])

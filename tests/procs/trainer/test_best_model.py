@@ -102,7 +102,7 @@ def interrupted(out, engine="zero2"):
 
 def resumed(start, out, folder):
     os.chdir(start)
-    trainer = best_of_four("zero2", Path(out), scores={4: 3}, resume=folder)
+    trainer = best_of_four("zero2", Path(out), scores={3: 2, 4: 3, 5: 3}, resume=folder)
     best = trainer.state.best_model_checkpoint
     state = trainer.train()
     trainer.close()

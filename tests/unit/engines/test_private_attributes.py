@@ -106,6 +106,7 @@ USED = [
     ("transformers.PreTrainedModel", "_keys_to_ignore_on_save", "which tensors are not exported"),
     ("transformers.core_model_loading", "_weight_conversions", "how a checkpoint's names become the model's"),
     ("transformers.models.auto.auto_factory", "_BaseAutoModelClass", "the type of the auto classes"),
+    ("transformers.models.auto.auto_factory._BaseAutoModelClass", "_model_mapping", "which classes they make"),
     ("accelerate.state.AcceleratorState", "_reset_state", "forgets what an earlier Accelerator was told"),
     ("accelerate.Accelerator", "_is_accelerate_prepared", "the mark on a model, taken off when it is given back"),
     ("datasets.Dataset", "_fingerprint", "names the cache of a dataset in memory"),
