@@ -193,7 +193,8 @@ def _build_model(plan: SetupPlan, data: LoadedData, inputs: TrainerInputs, mesh:
     if isinstance(weights, ModuleWeights):
         mesh.broadcast_over_world(weights.values.values())
     if plan.checkpoint is not None:
-        weights = MasterWeights(plan.checkpoint.shards(), weights)
+        with consensus(mesh, "the weights of the checkpoint"):
+            weights = MasterWeights(plan.checkpoint.shards(), weights)
     return BuiltModel(model, weights, trained, staged, split, loss, eval_prompts)
 
 
