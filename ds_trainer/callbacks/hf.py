@@ -62,6 +62,22 @@ def adapted(callbacks: Sequence[Any]) -> list[Callback]:
     return [*native, HFCallbacks(others)]
 
 
+def take_out(callbacks: list[Callback], wanted: Any) -> Any:
+    """Removes one callback of either kind from a list that `adapted` returned, and returns it; None: it is not there.
+
+    Args:
+        callbacks: The callbacks.
+        wanted: A callback, or a class, of which the first one is removed.
+    """
+    holders: list[list] = [callbacks, *(one.callbacks for one in callbacks if isinstance(one, HFCallbacks))]
+    for holder in holders:
+        for callback in holder:
+            if callback is wanted or (isinstance(wanted, type) and isinstance(callback, wanted)):
+                holder.remove(callback)
+                return callback
+    return None
+
+
 def _check_events(callback: TrainerCallback, base: type) -> None:
     absent = [name for name in vars(base) if name.startswith("on_") and not hasattr(Callback, name)]
     overridden = [name for name in absent if getattr(type(callback), name) is not getattr(base, name)]
@@ -78,12 +94,15 @@ class HFCallbacks(Callback):
 
     Args:
         callbacks: The callbacks.
+
+    Attributes:
+        callbacks: They, in their order.
     """
 
     def __init__(self, callbacks: Sequence[TrainerCallback]) -> None:
         from transformers import TrainerControl, TrainerState
 
-        self._callbacks = list(callbacks)
+        self.callbacks = list(callbacks)
         self._state, self._control = TrainerState(), TrainerControl()
 
     def on_init_end(self, trainer: TrainerView) -> None:
@@ -173,7 +192,7 @@ class HFCallbacks(Callback):
             "train_dataloader": run.train_loader,
             "eval_dataloader": run.eval_loader,
         }
-        for callback in self._callbacks:
+        for callback in self.callbacks:
             self._control = getattr(callback, event)(self._args, self._state, self._control, **given) or self._control
             if self._control.should_epoch_stop:
                 raise ConfigError(
@@ -197,7 +216,7 @@ class HFCallbacks(Callback):
         from transformers.trainer_callback import ExportableState
 
         states: dict[str, list[dict]] = {}
-        for callback in self._callbacks:
+        for callback in self.callbacks:
             if isinstance(callback, ExportableState):
                 states.setdefault(type(callback).__name__, []).append(callback.state())
         return states
@@ -205,6 +224,6 @@ class HFCallbacks(Callback):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Sets their saved attributes; what their constructors were given this time stays."""
         for name, states in state.items():
-            same = [callback for callback in self._callbacks if type(callback).__name__ == name]
+            same = [callback for callback in self.callbacks if type(callback).__name__ == name]
             for callback, saved in zip(same, states, strict=False):
                 vars(callback).update(saved["attributes"])

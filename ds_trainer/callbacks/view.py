@@ -46,9 +46,12 @@ class TrainerView(Protocol):
 
     config: RunConfig
     control: TrainerControl
-    is_world_process_zero: bool
     lr_scheduler: Any
     state: TrainerState
+
+    @property
+    def is_world_process_zero(self) -> int:
+        """Whether this is rank 0."""
 
     @property
     def engine(self) -> EngineView:

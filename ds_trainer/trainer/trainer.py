@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import nn
 
-from ds_trainer.callbacks.base import restore_states, states_of
+from ds_trainer.callbacks.base import Callback
 from ds_trainer.callbacks.hf import adapted
 from ds_trainer.callbacks.make import built_in_callbacks
 from ds_trainer.callbacks.trainer_state import TrainerControl, TrainerState
@@ -24,18 +24,21 @@ from ds_trainer.launch import signals
 from ds_trainer.log import get_logger
 from ds_trainer.metrics import EvalMetrics, WindowMean
 from ds_trainer.run_folder import GENERATIONS
+from ds_trainer.trainer import hf_methods
 from ds_trainer.trainer.checkpoint_io import check_saving, load_best_model, load_checkpoint, save_checkpoint
 from ds_trainer.trainer.checkpoint_manager import CheckpointManager
 from ds_trainer.trainer.collective import collective
 from ds_trainer.trainer.ending import log_idle_steps, log_stop, orderly_end, stop_reasons
 from ds_trainer.trainer.eval_samples import show_samples, write_samples
 from ds_trainer.trainer.generation import Decoding, Messages, generate_texts
+from ds_trainer.trainer.hf_names import absent, refuse_arguments, refuse_overrides
 from ds_trainer.trainer.inference import evaluate, predict
 from ds_trainer.trainer.inputs import ConfigSource, TrainerInputs, instance_of, loaded_config
 from ds_trainer.trainer.learning_rate import LearningRate
 from ds_trainer.trainer.model_export import save_model
 from ds_trainer.trainer.non_finite import NonFinitePolicy
 from ds_trainer.trainer.output_folder import OutputFolder
+from ds_trainer.trainer.progress import progress_of, restore_progress
 from ds_trainer.trainer.requests import agree_on_requests
 from ds_trainer.trainer.resume_checks import check_length, log_resumed
 from ds_trainer.trainer.setup import set_up
@@ -66,10 +69,15 @@ class Trainer:
             built-in ones.
         optimizers: Your optimizer, built on the model instance that is passed, and perhaps its LR scheduler,
             whose `step()` is called once per optimizer step. With None as the scheduler the config's schedule applies.
+        others: Arguments of transformers' Trainer that do not exist here, which are refused by name.
 
     Raises:
         UserError: Any fault of config, machine, data or model.
     """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        refuse_overrides(cls, Trainer)
 
     def __init__(
         self,
@@ -84,7 +92,9 @@ class Trainer:
         compute_metrics: Callable | None = None,
         callbacks: Sequence[Any] = (),
         optimizers: tuple[torch.optim.Optimizer | None, Any | None] = (None, None),
+        **others: Any,
     ) -> None:
+        refuse_arguments(others)
         callbacks = adapted(callbacks)
         run_config, origins = loaded_config(config, args, model, train_dataset)
         optimizer, self.lr_scheduler = optimizers
@@ -103,9 +113,11 @@ class Trainer:
             self.run = set_up(run_config, origins, inputs)
         self.config = self.run.resolved.config
         self.engine = self.run.engine
-        self.is_world_process_zero = self.run.mesh.grid.rank == 0
+        grid = self.run.mesh.grid
+        self.is_world_process_zero = hf_methods.RankFlag(grid.rank == 0)
+        self.is_local_process_zero = hf_methods.RankFlag(grid.local_rank == 0)
         self.state = TrainerState(max_steps=self.planned_steps())
-        self.callbacks = [*built_in_callbacks(self.config, self.is_world_process_zero), *callbacks]
+        self.callbacks: list[Callback] = [*built_in_callbacks(self.config, grid.rank == 0), *callbacks]
         self.control = TrainerControl()
         self._compute_metrics = compute_metrics
         self._learning_rate = LearningRate(self.config.schedule, self.engine, self.lr_scheduler)
@@ -344,33 +356,9 @@ class Trainer:
 
     def state_dict(self) -> dict[str, Any]:
         """The trainer's part of a checkpoint, as JSON: progress, data position, states of loop and callbacks."""
-        loader, scheduler = self.run.training_data(), self.lr_scheduler
-        # The state of an optimizer of the user's beside its parameters; the config says it for the others.
-        groups = self.engine.param_groups() if self.optimizer_is_given else []
-        return {
-            **self.state.state_dict(),
-            **self._checkpoints.state_dict(),
-            "planned_steps": self.planned_steps(),
-            "data": {**loader.sampler.state_dict(), "probes": self.run.data_probes},
-            "window": self.window.state_dict(),
-            "skipped_in_a_row": self.non_finite.in_a_row,
-            "scheduler": scheduler.state_dict() if scheduler is not None else None,
-            "optimizer_groups": [{k: v for k, v in group.items() if k != "params"} for group in groups],
-            "callbacks": states_of(self.callbacks),
-        }
+        return {**progress_of(self), **self._checkpoints.state_dict()}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Sets what `state_dict` returned."""
-        # The sampler first: how many steps are planned depends on where it goes on.
-        self.run.training_data().sampler.load_state_dict(state["data"], state["global_step"])
-        self.state.load_state_dict(state, self.planned_steps())
-        self.window.load_state_dict(state["window"])
-        self.non_finite.in_a_row = state["skipped_in_a_row"]
-        if self.lr_scheduler is not None:
-            self.lr_scheduler.load_state_dict(state["scheduler"])
-        for group, saved in zip(self.engine.param_groups(), state["optimizer_groups"], strict=False):
-            group.update(saved)
-        restore_states(self.callbacks, state["callbacks"])
+    load_state_dict = restore_progress
 
     def _resume(self, checkpoint: VerifiedCheckpoint) -> None:
         """Goes on from a checkpoint, whose weights are in the engine already."""
@@ -387,6 +375,18 @@ class Trainer:
         if self._random is not None:
             set_rng_state(self._random.tensors, self._random.rest["rng"])
             self._random = None
+
+    add_callback = hf_methods.add_callback
+    pop_callback = hf_methods.pop_callback
+    remove_callback = hf_methods.remove_callback
+    log_metrics = hf_methods.log_metrics
+    save_metrics = hf_methods.save_metrics
+    save_state = hf_methods.save_state
+
+    if not TYPE_CHECKING:  # A type checker shall go on to find names that do not exist.
+
+        def __getattr__(self, name: str) -> Any:
+            raise absent(name, type(self).__name__)
 
     def close(self) -> None:
         """Releases the engine's files and hooks, and ends the data workers."""
