@@ -33,6 +33,7 @@ from ds_trainer.engines.deepspeed.facts import measure
 from ds_trainer.engines.deepspeed.internals import accumulated_gradient, full_gradient, link_states
 from ds_trainer.engines.deepspeed.mpu import ModelParallelUnit, counts_in_norm
 from ds_trainer.engines.deepspeed.nvme_check import check_gradient_offsets
+from ds_trainer.engines.deepspeed.ordered_reduction import OrderedReduction
 from ds_trainer.engines.deepspeed.pipeline import check_parameter_groups, reduce_accumulated
 from ds_trainer.engines.deepspeed.state import catch_up_cpu_adam, load_wide_masters, owned_slices, state_handles
 from ds_trainer.engines.deepspeed.zero3_gather import gather_together
@@ -146,6 +147,8 @@ class DeepSpeedEngine:
             )
         if getattr(self.module.optimizer, "swap_optimizer", False):
             check_gradient_offsets(self.module.optimizer)
+        if hasattr(self.module.optimizer, "reduce_ready_partitions_and_remove_grads") and self.stage < 3:
+            OrderedReduction(self.module.optimizer, [p for _, p in trainable])
         if self.stage > 0 and self._param_dtype != torch.float32:
             load_wide_masters(self.module, trainable, self._owned(), self._weights)
         del self._weights
