@@ -69,7 +69,8 @@ def make_cross_entropy(model: Any, split: ModelSplit, mesh: Mesh, label_smoothin
     """
     head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
     if not isinstance(head, ColumnParallelLinear):
-        return CrossEntropy(label_smoothing, getattr(head, "out_features", None))
+        # What stands in for a head on other stages has the size of a shard.
+        return CrossEntropy(label_smoothing, head.out_features if isinstance(head, nn.Linear) else None)
     name = next(name for name, module in model.named_modules() if module is head)
     weight = next(name for name, parameter in model.named_parameters() if parameter is head.weight)
 
