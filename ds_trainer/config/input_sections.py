@@ -20,6 +20,8 @@ class ModelConfig(Section):
     """Folder or hub id of the tokenizer; None: the checkpoint's own."""
     auto_class: Name = "AutoModelForCausalLM"
     """Transformers auto class that builds the model."""
+    initialize_missing: tuple[Name, ...] | None = None
+    """Patterns of parameters to initialise from `run.seed` where the checkpoint lacks them; None: of a task head."""
     attn_implementation: Name | None = None
     """Attention kernel by its transformers name (`eager`, `sdpa`, `flash_attention_2`); None: transformers' choice."""
     gradient_checkpointing: bool | Literal["selective"] = False

@@ -14,6 +14,7 @@ from ds_trainer.errors import ConfigError, ModelError
 from ds_trainer.models.checkpoint_weights import CheckpointWeights
 from ds_trainer.models.compile import compile_blocks
 from ds_trainer.models.left_behind import warn_of_left_behind
+from ds_trainer.models.new_weights import NewWeights
 from ds_trainer.models.pretrained import build_skeleton, prepare_for_training
 from ds_trainer.models.resize import resize_embeddings_to_fit
 from ds_trainer.models.weight_source import ModuleWeights, WeightSource
@@ -42,7 +43,8 @@ def build_model(
     if instance is None:
         assert spec is not None
         model: Any = build_skeleton(spec.folder, config, torch.float32)
-        stored = CheckpointWeights(spec.folder, model, config.allow_pickle)
+        new = NewWeights(config.initialize_missing, run.run.seed)
+        stored = CheckpointWeights(spec.folder, model, config.allow_pickle, new=new)
         warn_of_left_behind(spec.folder, model, stored.ignored, stored.num_stored)
         weights = stored
     else:

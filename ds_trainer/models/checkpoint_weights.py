@@ -20,6 +20,7 @@ from ds_trainer.log import warn_once
 from ds_trainer.models.conversions import Conversion, load_conversions, tied_groups
 from ds_trainer.models.lazy_tensor import Fill, LazyTensor, NotRecordedError
 from ds_trainer.models.meta_model import meta_copy
+from ds_trainer.models.new_weights import NewWeights
 from ds_trainer.models.weight_source import WeightSource
 from ds_trainer.planning.checkpoint_spec import pickled_files, read_headers, safetensors_files
 
@@ -103,10 +104,11 @@ class CheckpointWeights(WeightSource):
             this checkpoint.
         allow_pickle: Read `pytorch_model.bin` where there are no safetensors.
         tensors: What the folder would hold, instead of what it holds; on meta where only names and shapes matter.
+        new: Which parameters are initialised where the folder lacks them; None: none.
 
     Raises:
-        ModelError: The checkpoint lacks a tensor, holds one of another shape or two different values for a tied one, is
-            truncated, or is pickled and `allow_pickle` is off.
+        ModelError: The checkpoint lacks another tensor, holds one of another shape or two different values for a tied
+            one, is truncated, or is pickled and `allow_pickle` is off.
     """
 
     def __init__(
@@ -115,6 +117,7 @@ class CheckpointWeights(WeightSource):
         model: PreTrainedModel,
         allow_pickle: bool = False,
         tensors: Mapping[str, torch.Tensor] | None = None,
+        new: NewWeights | None = None,
     ) -> None:
         self._folder = folder
         self._meta_model = meta_copy(model)
@@ -135,6 +138,8 @@ class CheckpointWeights(WeightSource):
         self._check_shapes()
         self._resolve_ties()
         self._buffers = {n: b for n, b in model.named_buffers() if n in self._meta_model.state_dict()}
+        if new is not None:
+            self._initialize(new)
         self._check_missing()
         self.unexpected = _not_ignored(unexpected, _unexpected_patterns(self._meta_model))
         self.ignored = [name for name in unexpected if name not in self.unexpected]
@@ -215,15 +220,27 @@ class CheckpointWeights(WeightSource):
         ranges = ((start, min(start + _COMPARED_AT_ONCE, numel)) for start in range(0, numel, _COMPARED_AT_ONCE))
         return all(torch.equal(a.flat(*each), b.flat(*each)) for each in ranges)
 
+    def _initialize(self, new: NewWeights) -> None:
+        names = new.among(self._missing_parameters(), self._meta_model)
+        values = new.values(names, self._meta_model)
+        self._tensors |= {name: _Stored(tuple(value.shape), value) for name, value in values.items()}
+        if names:
+            warn_once(f"{self._folder} lacks {', '.join(names)}: initialised from run.seed, to be trained")
+
+    def _missing_parameters(self) -> list[str]:
+        return [name for name, _ in self._meta_model.named_parameters() if name not in self._tensors]
+
     def _check_missing(self) -> None:
-        parameters = [name for name, _ in self._meta_model.named_parameters() if name not in self._tensors]
         buffers = [name for name in self._buffers if name not in self._tensors]
-        missing = parameters + _not_ignored(buffers, self._meta_model._keys_to_ignore_on_load_missing or ())
+        missing = self._missing_parameters() + _not_ignored(
+            buffers, self._meta_model._keys_to_ignore_on_load_missing or ()
+        )
         if missing:
             raise ModelError(
                 f"{self._folder} lacks {len(missing)} tensors of {type(self._meta_model).__name__}: {_some(missing)}",
-                "every parameter that is not tied to another is read from the checkpoint, none is initialised",
-                "set model.path to a complete checkpoint, or model.auto_class to the class it was saved from",
+                "parameters are read from the checkpoint, but for a task head's and those in model.initialize_missing",
+                "set model.path to a complete checkpoint, or model.auto_class to the class it was saved from; "
+                "model.initialize_missing names tensors to begin anew",
             )
 
 

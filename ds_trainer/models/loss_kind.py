@@ -10,6 +10,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from ds_trainer.log import warn_once
 from ds_trainer.loss import LossKind
+from ds_trainer.models.torch_wrappers import unwrapped_model
 
 _CAUSAL_LMS = {
     name
@@ -61,9 +62,8 @@ def say_whose_loss_counts(model: nn.Module) -> None:
 
 
 def _unwrapped(model: Any) -> Any:
-    """The model inside what torch.compile and PEFT put around one."""
-    if hasattr(model, "_orig_mod"):
-        model = model._orig_mod
+    """The model inside what torch and PEFT put around one."""
+    model = unwrapped_model(model)
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 

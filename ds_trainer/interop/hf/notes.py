@@ -22,6 +22,7 @@ UNTRANSLATED = {
     "data": "it takes tokenised data sets and a collator",
     "model.resize_embeddings": _BY_RESIZE,
     "model.pad_embeddings_to_multiple_of": _BY_RESIZE,
+    "model.initialize_missing": "from_pretrained initialises whatever is missing",
     "model.allow_pickle": "from_pretrained reads pickled weights without asking",
     "parallel.dp_replicate": "pass TrainingArguments(parallelism_config=...)",
     **dict.fromkeys(_TENSOR_PARALLEL, "its tensor parallelism differs, and cannot save the optimizer's state"),

@@ -342,7 +342,7 @@ def test_other_auto_classes_build_and_misspelt_ones_name_the_nearest(tmp_path):
     config = ModelConfig(auto_class="AutoModelForSequenceClassification")
     model = build_skeleton(folder, config, torch.float32)
     assert not is_causal_lm(model)
-    with pytest.raises(ModelError, match=r"score\.weight"):  # A head that no one has trained is not made up.
+    with pytest.raises(ModelError, match=r"score\.weight"):  # Not made up by a reader of exports.
         CheckpointWeights(folder, model)
     AutoModelForSequenceClassification.from_config(make_model("llama").config).save_pretrained(folder)
     load(folder, auto_class="AutoModelForSequenceClassification")
