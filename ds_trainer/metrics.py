@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from errno import ENOSPC
 from pathlib import Path
@@ -18,9 +18,30 @@ from typing import Any
 
 from ds_trainer.files import replace_text
 
+HF_NAMES = {"lr": "learning_rate", "eval_s": "eval_runtime"}
+"""Values that transformers logs under another name."""
+
+
+class Metrics(Mapping[str, Any]):
+    """A line of metrics, which can be read as a dict too, under its own names and those of transformers."""
+
+    def _values(self) -> dict[str, Any]:
+        line = dict(vars(self))
+        line |= line.pop("extra", {})
+        return line | {theirs: line[ours] for ours, theirs in HF_NAMES.items() if ours in line}
+
+    def __getitem__(self, name: str) -> Any:
+        return self._values()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values())
+
+    def __len__(self) -> int:
+        return len(self._values())
+
 
 @dataclass(frozen=True)
-class StepMetrics:
+class StepMetrics(Metrics):
     """One logging window: the optimizer steps since the line before.
 
     Args:
@@ -55,7 +76,7 @@ class StepMetrics:
 
 
 @dataclass(frozen=True)
-class EvalMetrics:
+class EvalMetrics(Metrics):
     """One pass over the evaluation data.
 
     Args:
@@ -71,6 +92,11 @@ class EvalMetrics:
     eval_num_tokens: int
     eval_s: float
     extra: dict[str, float]
+
+    def named(self, prefix: str) -> dict[str, float]:
+        """Loss and further metrics, their names beginning with `prefix` instead of `eval`."""
+        found = {"eval_loss": self.eval_loss, **self.extra}
+        return {f"{prefix}_{name.removeprefix('eval_')}": value for name, value in found.items()}
 
 
 def to_line(metrics: StepMetrics | EvalMetrics) -> dict[str, Any]:

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from ds_trainer.metrics import EvalMetrics, StepMetrics
-
-_RENAMED = {"lr": "learning_rate", "eval_s": "eval_runtime"}
+from ds_trainer.metrics import HF_NAMES, EvalMetrics, StepMetrics
 
 
 def hf_logs(metrics: StepMetrics | EvalMetrics) -> dict[str, float]:
     """`loss`, `learning_rate`, `grad_norm`, `epoch`, `eval_loss`, ..., and the other values, without `step`."""
     line = asdict(metrics)
     line |= line.pop("extra", {})
-    return {_RENAMED.get(name, name): value for name, value in line.items() if name != "step" and value is not None}
+    return {HF_NAMES.get(name, name): value for name, value in line.items() if name != "step" and value is not None}
 
 
 def by_phase(logs: dict[str, float]) -> dict[str, float]:

@@ -40,6 +40,30 @@ class TrainerState:
     best_model_checkpoint: str | None = None
     log_history: list[StepMetrics | EvalMetrics] = field(default_factory=list)
 
+    @property
+    def training_loss(self) -> float:
+        """Token mean of the loss over all logged steps; nan where none had a label token."""
+        lines = [line for line in self.log_history if isinstance(line, StepMetrics) and line.loss is not None]
+        num_tokens = sum(line.num_tokens for line in lines)
+        return sum((line.loss or 0.0) * line.num_tokens for line in lines) / num_tokens if num_tokens else math.nan
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Figures of the training under transformers' names; the time is that of the steps, without evaluations."""
+        lines = [line for line in self.log_history if isinstance(line, StepMetrics)]
+        before = [0, *(line.step for line in lines)]
+        seconds = [line.step_s * (line.step - earlier) for line, earlier in zip(lines, before, strict=False)]
+        if not (runtime := sum(seconds)):
+            return {}
+        samples = sum(line.samples_per_s * each for line, each in zip(lines, seconds, strict=True))
+        return {
+            "train_loss": self.training_loss,
+            "train_runtime": runtime,
+            "train_samples_per_second": samples / runtime,
+            "train_steps_per_second": lines[-1].step / runtime,
+            "epoch": self.epoch,
+        }
+
     def state_dict(self) -> dict[str, Any]:
         """As JSON."""
         kept = {f.name: getattr(self, f.name) for f in fields(self)}

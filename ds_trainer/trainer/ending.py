@@ -40,15 +40,17 @@ def orderly_end(mesh: Mesh, callbacks: Sequence[Callback]) -> Iterator[None]:
             barrier_before_exit(mesh, "the end of train()")
 
 
-def stop_reasons(mesh: Mesh) -> str:
-    """Why ranks were asked to stop. Comm: one gather of each rank's reason."""
-    return "; ".join(dict.fromkeys(filter(None, mesh.gather_over_world(signals.reason()))))
+@contextmanager
+def stopping(mesh: Mesh, state: TrainerState) -> Iterator[None]:
+    """Around the checkpoint of a run that a signal ends: says afterwards why it stopped and how it goes on.
 
-
-def log_stop(reasons: str, step: int) -> None:
-    """Logs that the run has stopped after `step` and how it goes on."""
+    Comm: one gather of each rank's reason.
+    """
+    reasons = "; ".join(dict.fromkeys(filter(None, mesh.gather_over_world(signals.reason()))))
+    yield
     text = "stopped by %s after step %d: checkpoint.resume = auto goes on from there (exit code %d)"
-    get_logger().warning(text, reasons, step, signals.EXIT_CODE)
+    get_logger().warning(text, reasons, state.global_step, signals.EXIT_CODE)
+    signals.forget()
 
 
 def log_idle_steps(state: TrainerState) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 from ds_trainer.callbacks.base import Callback
@@ -18,6 +19,21 @@ class HasCallbacks(TrainerView, Protocol):
     """A trainer, which these methods belong to."""
 
     callbacks: list[Callback]
+
+
+def model(trainer: TrainerView) -> Any:
+    """The bare module: this rank's shard of the model."""
+    return trainer.run.model
+
+
+def processing_class(trainer: TrainerView) -> Any:
+    """The run's tokenizer; None: it has none."""
+    return trainer.run.tokenizer
+
+
+def optimizer(trainer: TrainerView) -> Any:
+    """The live optimizer's `param_groups`; its states are sharded differently on every engine."""
+    return SimpleNamespace(param_groups=trainer.engine.param_groups())
 
 
 class RankFlag(int):

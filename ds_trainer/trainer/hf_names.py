@@ -6,7 +6,7 @@ A method that a subclass overrides and that nothing calls would be ignored witho
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from ds_trainer.errors import ConfigError
 
@@ -161,17 +161,17 @@ def refuse_overrides(cls: type, base: type) -> None:
     )
 
 
-def absent(name: str, owner: str) -> AttributeError:
-    """The error of an attribute that does not exist; a name of transformers' says what to use.
+def raise_absent(trainer: Any, name: str) -> NoReturn:
+    """The Trainer's `__getattr__`: refuses an attribute that does not exist; a name of transformers' says what to use.
 
-    Args:
-        name: The attribute.
-        owner: Name of the class.
+    Raises:
+        AttributeError: Always.
     """
+    owner = type(trainer).__name__
     if name not in REFUSED:
-        return AttributeError(f"{owner!r} object has no attribute {name!r}")
+        raise AttributeError(f"{owner!r} object has no attribute {name!r}")
     rule, change = REFUSED[name]
-    return AbsentNameError(f"{owner}.{name} is used, which transformers' Trainer has", rule, change)
+    raise AbsentNameError(f"{owner}.{name} is used, which transformers' Trainer has", rule, change)
 
 
 def refuse_arguments(given: Mapping[str, Any]) -> None:

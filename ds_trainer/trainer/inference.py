@@ -42,6 +42,30 @@ def evaluate(
     return EvalMetrics(step, result.loss, result.num_tokens, result.seconds, extra), generations
 
 
+def evaluate_others(
+    run: Run, datasets: Any, prefix: str, compute_metrics: Callable | None, after_microbatch: Callable[[], None]
+) -> dict[str, float]:
+    """Losses and metrics of another data set, or of several, of which each name follows the prefix; a collective.
+
+    Args:
+        run: The run.
+        datasets: A data set of the same kind of records as the training data, or a dict of them by name.
+        prefix: Begins the name of every metric.
+        compute_metrics: The user's `f(EvalPrediction) -> dict`.
+        after_microbatch: Called for every micro-batch that has been evaluated.
+    """
+    if isinstance(datasets, dict):
+        found: dict[str, float] = {}
+        for name, dataset in datasets.items():
+            found |= evaluate_others(run, dataset, f"{prefix}_{name}", compute_metrics, after_microbatch)
+        return found
+    agree(run.mesh, "evaluate()")
+    loader = run.loaders.test(datasets)
+    check_same_dataset(loader, run.mesh, "test")
+    result = run_evaluation(run, loader, compute_metrics is not None, after_microbatch)
+    return {f"{prefix}_loss": result.loss, **prediction_metrics(result, compute_metrics, prefix)}
+
+
 def predict(run: Run, dataset: Any, compute_metrics: Callable | None, after_microbatch: Callable[[], None]) -> Any:
     """Logits of a data set, in its order; a collective.
 

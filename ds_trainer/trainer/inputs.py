@@ -146,6 +146,7 @@ class TrainerInputs:
             ConfigError: They do not.
         """
         offload = config.zero.offload_optimizer.device
+        self._check_evaluation(config)
         if self.model is not None and any(hasattr(parameter, "ds_id") for parameter in self.model.parameters()):
             raise ConfigError(
                 "the model handed to Trainer was built in pieces, by transformers' ZeRO-3 or deepspeed.zero.Init",
@@ -196,4 +197,20 @@ class TrainerInputs:
                 "Trainer(optimizers=...) holds a scheduler without its optimizer",
                 "a scheduler sets the rates of the optimizer it was built on",
                 "pass both, or use the schedule section of the config",
+            )
+
+    def _check_evaluation(self, config: RunConfig) -> None:
+        if isinstance(self.eval_dataset, dict):
+            raise ConfigError(
+                f"Trainer(eval_dataset=...) holds {len(self.eval_dataset)} data sets by name",
+                "the best model is found and the run is stopped early by one evaluation set",
+                "pass one of them, and the others to evaluate(eval_dataset={...}), such as in a callback's on_evaluate",
+            )
+        has_data = self.eval_dataset is not None or config.data.eval is not None
+        evaluates = has_data and config.evaluation.every_steps is not None
+        if isinstance(self.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau) and not evaluates:
+            raise ConfigError(
+                "Trainer(optimizers=...) holds a ReduceLROnPlateau, and nothing is evaluated between steps",
+                "it steps at evaluations, by evaluation.metric_for_best_model or else the loss",
+                "set evaluation.every_steps, and data.eval or Trainer(eval_dataset=...)",
             )

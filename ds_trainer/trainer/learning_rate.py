@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from ds_trainer.callbacks.best_metric import metric_value
 from ds_trainer.config.training_sections import ScheduleConfig
 from ds_trainer.engines.base import Engine
+from ds_trainer.metrics import EvalMetrics
 from ds_trainer.optim import lr_factor
 
 
@@ -15,7 +19,8 @@ class LearningRate:
     Args:
         config: The config's schedule section, resolved.
         engine: Its parameter groups have the rates that the schedule's factor multiplies.
-        scheduler: The user's, whose `step()` is called once per optimizer step; None: the config's schedule applies.
+        scheduler: The user's, whose `step()` is called once per optimizer step, or for a
+            `ReduceLROnPlateau` once per evaluation; None: the config's schedule applies.
     """
 
     def __init__(self, config: ScheduleConfig, engine: Engine, scheduler: Any) -> None:
@@ -36,8 +41,18 @@ class LearningRate:
         """
         if self._scheduler is None:
             self._follow_config(step, max_steps)
-        else:
+        elif not isinstance(self._scheduler, ReduceLROnPlateau):
             self._scheduler.step()
+
+    def after_evaluation(self, metrics: EvalMetrics, name: str | None) -> None:
+        """Tells a scheduler of the user's that follows a metric of it, as an evaluation is its step.
+
+        Args:
+            metrics: The evaluation's.
+            name: The metric; None: the loss.
+        """
+        if isinstance(self._scheduler, ReduceLROnPlateau):
+            self._scheduler.step(metric_value(metrics, name or "eval_loss"))
 
     def _follow_config(self, step: int, max_steps: int) -> None:
         factor = lr_factor(self._config, step, max_steps)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -28,11 +28,11 @@ from ds_trainer.trainer import hf_methods
 from ds_trainer.trainer.checkpoint_io import check_saving, load_best_model, load_checkpoint, save_checkpoint
 from ds_trainer.trainer.checkpoint_manager import CheckpointManager
 from ds_trainer.trainer.collective import collective
-from ds_trainer.trainer.ending import log_idle_steps, log_stop, orderly_end, stop_reasons
+from ds_trainer.trainer.ending import log_idle_steps, orderly_end, stopping
 from ds_trainer.trainer.eval_samples import show_samples, write_samples
 from ds_trainer.trainer.generation import Decoding, Messages, generate_texts
-from ds_trainer.trainer.hf_names import absent, refuse_arguments, refuse_overrides
-from ds_trainer.trainer.inference import evaluate, predict
+from ds_trainer.trainer.hf_names import raise_absent, refuse_arguments, refuse_overrides
+from ds_trainer.trainer.inference import evaluate, evaluate_others, predict
 from ds_trainer.trainer.inputs import ConfigSource, TrainerInputs, instance_of, loaded_config
 from ds_trainer.trainer.learning_rate import LearningRate
 from ds_trainer.trainer.model_export import save_model
@@ -95,6 +95,7 @@ class Trainer:
         **others: Any,
     ) -> None:
         refuse_arguments(others)
+        self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         callbacks = adapted(callbacks)
         run_config, origins = loaded_config(config, args, model, train_dataset)
         optimizer, self.lr_scheduler = optimizers
@@ -159,7 +160,10 @@ class Trainer:
             self._loop()
             self._finish()
         except signals.StopRequested:
-            self._save_and_stop()
+            with stopping(self.run.mesh, self.state):
+                self._checkpoints.at_stop()
+            self._call("on_interrupt")
+            raise
 
     def _loop(self) -> None:
         """Steps, evaluations and checkpoints, up to the last step, which `_finish` deals with."""
@@ -186,15 +190,6 @@ class Trainer:
         self._checkpoints.export_best(partial(load_best_model, self.run, self.state), self.save_model)
         self._call("on_train_end")
         log_idle_steps(self.state)
-
-    def _save_and_stop(self) -> NoReturn:
-        """Ends the run at a signal, with one checkpoint and the exit code `signals.EXIT_CODE` on every rank."""
-        reasons = stop_reasons(self.run.mesh)
-        self._checkpoints.at_stop()
-        log_stop(reasons, self.state.global_step)
-        signals.forget()
-        self._call("on_interrupt")
-        raise signals.StopRequested
 
     @collective
     def train_step(self) -> TrainerControl:
@@ -256,10 +251,14 @@ class Trainer:
             self.evaluate()
 
     @collective
-    def evaluate(self) -> dict[str, float]:
+    def evaluate(self, eval_dataset: Any = None, metric_key_prefix: str = "eval") -> dict[str, float]:
         """Runs the evaluation data once, and continues the prompts of `evaluation.generate_samples`.
 
         Metrics and texts are shown; inside `train()` they are written to the output folder too.
+
+        Args:
+            eval_dataset: Other data, or a dict of them by name; neither the best model nor the history follow it.
+            metric_key_prefix: Begins the names of the metrics that are returned.
 
         Returns:
             `eval_loss`, the token mean over the data set whatever the number of ranks, and what `compute_metrics` gave.
@@ -267,8 +266,10 @@ class Trainer:
         Raises:
             ConfigError: There is no evaluation data.
         """
-        compute, step = self._compute_metrics, self.state.global_step
-        metrics, generations = evaluate(self.run, step, compute, partial(self._call, "on_prediction_step"))
+        compute, step, after = self._compute_metrics, self.state.global_step, partial(self._call, "on_prediction_step")
+        if eval_dataset is not None:
+            return evaluate_others(self.run, eval_dataset, metric_key_prefix, compute, after)
+        metrics, generations = evaluate(self.run, step, compute, after)
         self.state.log_history.append(metrics)
         self._call("on_evaluate", metrics)
         if generations and self.is_world_process_zero:
@@ -277,10 +278,11 @@ class Trainer:
                 write_samples(Path(self.config.run.output_dir) / GENERATIONS, generations)
         if self.run.train_loader is not None:
             requests = self._agree_on_requests()
+            self._learning_rate.after_evaluation(metrics, self.config.evaluation.metric_for_best_model)
             self._checkpoints.after_evaluation(metrics)  # After the callbacks: their states go into the checkpoint.
             if requests.should_save:
                 self._checkpoints.save_once()
-        return {"eval_loss": metrics.eval_loss, **metrics.extra}
+        return metrics.named(metric_key_prefix)
 
     @collective
     def predict(self, test_dataset: Any) -> Any:
@@ -376,6 +378,9 @@ class Trainer:
             set_rng_state(self._random.tensors, self._random.rest["rng"])
             self._random = None
 
+    model = property(hf_methods.model)
+    optimizer = property(hf_methods.optimizer)
+    processing_class = property(hf_methods.processing_class)
     add_callback = hf_methods.add_callback
     pop_callback = hf_methods.pop_callback
     remove_callback = hf_methods.remove_callback
@@ -384,9 +389,7 @@ class Trainer:
     save_state = hf_methods.save_state
 
     if not TYPE_CHECKING:  # A type checker shall go on to find names that do not exist.
-
-        def __getattr__(self, name: str) -> Any:
-            raise absent(name, type(self).__name__)
+        __getattr__ = raise_absent
 
     def close(self) -> None:
         """Releases the engine's files and hooks, and ends the data workers."""
