@@ -20,11 +20,12 @@ class OutputFolder:
 
     Attributes:
         is_locked: Whether the training runs, so that evaluations are written to the folder.
+        has_trained: Whether a training has ended without an error.
     """
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self.is_locked = False
+        self.is_locked = self.has_trained = False
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -48,5 +49,6 @@ class OutputFolder:
             self.is_locked = True
             try:
                 yield
+                self.has_trained = True
             finally:
                 self.is_locked = False

@@ -16,7 +16,7 @@ from ds_trainer.config.resolved import ResolvedConfig
 from ds_trainer.config.schema import RunConfig
 from ds_trainer.distributed.process_groups import Mesh
 from ds_trainer.engines.state_handles import MASTER
-from ds_trainer.errors import CheckpointError
+from ds_trainer.errors import CheckpointError, ConfigError
 from ds_trainer.layout import ParameterSlice
 from ds_trainer.log import get_logger
 
@@ -244,6 +244,33 @@ def check_length(checkpoint: VerifiedCheckpoint, state: TrainerState) -> None:
             f"{checkpoint.folder} is at step {state.global_step}, and this run has {state.max_steps} steps",
             "a run continues from a step before its end",
             "raise run.max_steps or run.epochs, or set checkpoint.resume to an earlier checkpoint",
+        )
+
+
+def check_train_call(has_trained: bool, checkpoint: VerifiedCheckpoint | None, asked: str | Path | bool | None) -> None:
+    """Refuses a `train()` that could not do what it says.
+
+    Args:
+        has_trained: Whether the Trainer has trained to its end already.
+        checkpoint: What the run was set up from.
+        asked: `train(resume_from_checkpoint=...)`.
+
+    Raises:
+        ConfigError: It is the second training, or it is to resume from what the run was not set up from.
+    """
+    if has_trained:
+        raise ConfigError(
+            "train() is called again on a Trainer that has trained to its end",
+            "a Trainer is one run, with one schedule, one order of data and one output folder",
+            "make another Trainer; checkpoint.resume and resume_weights_only begin it from these weights",
+        )
+    same = checkpoint is not None and (asked is True or Path(str(asked)).resolve() == checkpoint.folder.resolve())
+    if asked and not same:
+        begun = "without a checkpoint" if checkpoint is None else f"from {checkpoint.folder}"
+        raise ConfigError(
+            f"train(resume_from_checkpoint={asked!r}) is called, and the Trainer was set up {begun}",
+            "a checkpoint is read when the Trainer is made: its weights go straight to the ranks that keep them",
+            "set checkpoint.resume to auto or to the folder, or TrainingArguments(resume_from_checkpoint=...)",
         )
 
 

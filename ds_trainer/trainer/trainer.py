@@ -40,7 +40,7 @@ from ds_trainer.trainer.non_finite import NonFinitePolicy
 from ds_trainer.trainer.output_folder import OutputFolder
 from ds_trainer.trainer.progress import progress_of, restore_progress
 from ds_trainer.trainer.requests import agree_on_requests
-from ds_trainer.trainer.resume_checks import check_length, log_resumed
+from ds_trainer.trainer.resume_checks import check_length, check_train_call, log_resumed
 from ds_trainer.trainer.setup import set_up
 from ds_trainer.trainer.step import StepMeter, close_window, run_passes, step_name, update_weights
 
@@ -65,8 +65,7 @@ class Trainer:
         compute_loss_func: `f(outputs, labels, num_items_in_batch=n)`: a sum of token losses divided by n, the label
             tokens of the whole step over all ranks.
         compute_metrics: `f(EvalPrediction) -> dict`, called on the predictions of a whole evaluation.
-        callbacks: Callbacks of this package, and `TrainerCallback` objects or classes of transformers, beside the
-            built-in ones.
+        callbacks: Of this package, or `TrainerCallback` objects or classes of transformers, beside the built-in ones.
         optimizers: Your optimizer, built on the model instance that is passed, and perhaps its LR scheduler,
             whose `step()` is called once per optimizer step. With None as the scheduler the config's schedule applies.
         others: Arguments of transformers' Trainer that do not exist here, which are refused by name.
@@ -112,17 +111,15 @@ class Trainer:
         )
         with signals.listening():
             self.run = set_up(run_config, origins, inputs)
-        self.config = self.run.resolved.config
-        self.engine = self.run.engine
+        self.config, self.engine = self.run.resolved.config, self.run.engine
         grid = self.run.mesh.grid
         self.is_world_process_zero = hf_methods.RankFlag(grid.rank == 0)
         self.is_local_process_zero = hf_methods.RankFlag(grid.local_rank == 0)
         self.state = TrainerState(max_steps=self.planned_steps())
         self.callbacks: list[Callback] = [*built_in_callbacks(self.config, grid.rank == 0), *callbacks]
-        self.control = TrainerControl()
+        self.control, self.window = TrainerControl(), WindowMean()
         self._compute_metrics = compute_metrics
         self._learning_rate = LearningRate(self.config.schedule, self.engine, self.lr_scheduler)
-        self.window = WindowMean()
         self._unchecked_steps = _CHECKED_STEPS
         self._stop_signal = False
         self._output_folder = OutputFolder(self.run)
@@ -139,13 +136,17 @@ class Trainer:
         """Optimizer steps of the run by config and data."""
         return self.run.planned_steps()
 
-    def train(self) -> TrainerState:
+    def train(self, resume_from_checkpoint: str | Path | bool | None = None) -> TrainerState:
         """Runs every step, the evaluations, and the export at the end.
+
+        Args:
+            resume_from_checkpoint: What the Trainer was set up from, if anything: `checkpoint.resume` says it.
 
         Raises:
             UserError: No training data; a loss or gradient that is not finite; an export that cannot be written.
         """
         self.run.training_data()
+        check_train_call(self._output_folder.has_trained, self.run.checkpoint, resume_from_checkpoint)
         mesh, folder = self.run.mesh, self._output_folder
         with orderly_end(mesh, self.callbacks), signals.listening(), mesh.monitor.guard(), folder.locked():
             self._train()
@@ -294,8 +295,7 @@ class Trainer:
         Returns:
             transformers' `PredictionOutput`, the same on every rank: predictions and label ids padded with -100.
         """
-        after_microbatch = partial(self._call, "on_prediction_step")
-        output = predict(self.run, test_dataset, self._compute_metrics, after_microbatch)
+        output = predict(self.run, test_dataset, self._compute_metrics, partial(self._call, "on_prediction_step"))
         self._call("on_predict", output.metrics)
         return output
 

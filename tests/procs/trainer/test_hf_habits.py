@@ -50,7 +50,11 @@ def use(out):
         run={"max_steps": 4},
         logging={"every_steps": 1},
     )
-    result = trainer.train()
+    with pytest.raises(ConfigError, match="set up without a checkpoint"):
+        trainer.train(resume_from_checkpoint=True)
+    result = trainer.train(resume_from_checkpoint=None)
+    with pytest.raises(ConfigError, match="called again"):
+        trainer.train()
     history = [line for line in result.log_history if "loss" in line]
     before = len(result.log_history)
     losses = {
