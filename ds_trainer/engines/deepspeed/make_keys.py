@@ -11,13 +11,14 @@ from typing import Annotated, Any, get_args
 
 from deepspeed.comm.config import CommsLoggerConfig
 from deepspeed.monitor.config import DeepSpeedMonitorConfig
-from deepspeed.runtime.config import _REMOVED_TOP_LEVEL_CONFIG_KEYS, DeepSpeedConfig
+from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.utils.config import DeepSpeedThroughputTimerConfig
 from pydantic import BaseModel, TypeAdapter
 
 from ds_trainer.config.deepspeed.native_keys import ReadRecorder
+from ds_trainer.engines.deepspeed.internals import REMOVED_KEYS
 
 TARGET = Path(str(files("ds_trainer.config.deepspeed"))) / "deepspeed_keys.json"
 
@@ -69,7 +70,7 @@ def make_keys() -> dict[str, dict[str, Any]]:
     read["torch_autocast"]["lower_precision_safe_modules"] = []
     top = ReadRecorder({"train_batch_size": 1, **read})
     DeepSpeedConfig(top)
-    for name in _REMOVED_TOP_LEVEL_CONFIG_KEYS:
+    for name in REMOVED_KEYS:
         top.reads.pop(name, None)
     sections = dict(found for name, model in _MODELS.items() for found in _of_model(name, model))
     sections |= {name: {key: _of_default(default) for key, default in read[name].reads.items()} for name in read}
