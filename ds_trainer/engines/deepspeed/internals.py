@@ -13,7 +13,6 @@ from deepspeed.runtime import config as runtime_config
 
 from ds_trainer.engines.introspect import grouped_parameters
 
-
 REMOVED_KEYS = runtime_config._REMOVED_TOP_LEVEL_CONFIG_KEYS
 """Sections that earlier versions read, and that this one refuses."""
 
