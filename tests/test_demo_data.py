@@ -10,6 +10,9 @@ SCRIPT = Path(__file__).parents[1] / "examples" / "demo" / "prepare_data.py"
 SIZES = {"train": 60, "eval": 12}
 
 
+pytestmark = pytest.mark.slow
+
+
 @pytest.fixture(scope="module")
 def data_folder(tmp_path_factory):
     return _write(tmp_path_factory.mktemp("first"))
@@ -55,7 +58,6 @@ def test_no_record_is_longer_than_asked_for(data_folder):
         assert sum(len(turn["content"]) for turn in record["messages"]) <= 300
 
 
-@pytest.mark.slow
 def test_two_runs_write_the_same_bytes(data_folder, tmp_path):
     again = _write(tmp_path)
     for split in SIZES:

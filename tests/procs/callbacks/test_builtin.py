@@ -49,7 +49,6 @@ def interrupt(out):
         trainer.train()
 
 
-@pytest.mark.slow
 def test_a_run_that_a_signal_stops_has_pictures_of_its_steps(world, tmp_path):
     world(interrupt, 1, tmp_path)
     assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2]

@@ -78,7 +78,6 @@ def told_of_a_run(out):
     }
 
 
-@pytest.mark.slow
 def test_a_callback_is_told_what_transformers_would_tell_it(world, tmp_path):
     results = world(told_of_a_run, 2, tmp_path)
     for rank, told in enumerate(results):

@@ -85,7 +85,7 @@ def train_in_bf16(engine, out):
 
 
 @pytest.mark.case("L3")
-@pytest.mark.parametrize("engine", tiers(("ddp", "zero2", "fsdp2"), quick=("ddp",)))
+@pytest.mark.parametrize("engine", tiers(("ddp", "zero2", "fsdp2")))
 def test_a_model_in_wrappers_of_torch_is_exported_as_the_same_one_without(world, tmp_path, engine):
     world(train_wrapped, 2, engine, tmp_path)
     exports = [load_file(tmp_path / name / "model" / "model.safetensors") for name in ("plain", "layers", "whole")]

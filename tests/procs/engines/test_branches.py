@@ -14,6 +14,12 @@ STEPS = {
 }
 """First tokens of the samples of two steps: the ranks take them in turn."""
 BUCKETS = {"zero": {"reduce_bucket_size": 3000}}
+LAYOUTS = {
+    "zero0": ("zero0", {}),
+    "zero1": ("zero1", BUCKETS),
+    "zero2": ("zero2", BUCKETS),
+    "zero2-overlap": ("zero2", {"zero": {"overlap_comm": True}}),
+}
 
 
 def train(engine: str, out, tokens: list[int], accumulation: int, sections: dict) -> tuple[list[float], float]:
@@ -49,14 +55,9 @@ def all_cells(engine: str, out, sections: dict) -> dict:
 
 
 @pytest.mark.case("K1")
-@pytest.mark.parametrize(
-    ("engine", "sections"),
-    tiers(
-        [("zero1", BUCKETS), ("zero2", BUCKETS), ("zero2", {"zero": {"overlap_comm": True}}), ("zero0", {})],
-        quick=[("zero2", BUCKETS)],
-    ),
-)
-def test_ranks_that_run_different_modules_train_what_one_process_does(world, tmp_path, engine, sections):
+@pytest.mark.parametrize("layout", tiers(LAYOUTS, quick=["zero2"]))
+def test_ranks_that_run_different_modules_train_what_one_process_does(world, tmp_path, layout):
+    engine, sections = LAYOUTS[layout]
     for cells in world(all_cells, 2, engine, tmp_path, sections):
         for cell, (losses, difference) in cells.items():
             assert max(losses) < 1e-5, cell

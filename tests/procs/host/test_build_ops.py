@@ -35,6 +35,7 @@ def ensure(environment: dict[str, str]) -> str:
     return done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.case("E9")
 def test_a_compile_that_fails_shows_the_compilers_words_and_blocks_nobody(compiler, tmp_path):
     text = ensure(compiler(FAILS))

@@ -59,7 +59,9 @@ def load_peak(out: Path, checkpoint: Path, engine: str, tp: int = 1) -> float:
 
 
 @pytest.mark.case("E1", "E2")
-@pytest.mark.parametrize(("engine", "ranks"), tiers(product(["zero3", "fsdp2"], [2, 4]), quick=[("fsdp2", 4)]))
+@pytest.mark.parametrize(
+    ("engine", "ranks"), tiers(product(["zero3", "fsdp2"], [2, 4]), slow=[("fsdp2", 4), ("zero3", 2)])
+)
 def test_no_rank_holds_more_than_its_share_of_a_cut_model(world, tmp_path, checkpoint, engine, ranks):
     limit = {2: 0.75, 4: 0.45}[ranks]
     peaks = world(load_peak, ranks, tmp_path, checkpoint, engine)

@@ -164,6 +164,7 @@ def test_reading_a_spec_loads_neither_torch_nor_transformers():
     assert done.stdout.strip() == "set()"
 
 
+@pytest.mark.slow
 def test_the_shipped_table_is_what_the_installed_transformers_says():
     from ds_trainer.parallel.make_families import family
 

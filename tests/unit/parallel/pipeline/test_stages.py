@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from copy import deepcopy
+from itertools import cycle, product
 
 import pytest
 import torch
@@ -31,7 +32,6 @@ from ds_trainer.loss import CrossEntropy, shifted_labels
 from ds_trainer.models.chunked_cross_entropy import chunk_cross_entropy
 from ds_trainer.parallel.pipeline.split import split_into_stages
 from ds_trainer.parallel.pipeline.stage_forward import StageLayers
-from tests.helpers.table import table
 from tests.helpers.tiny import tiny_llama
 
 VOCAB, LAYERS = 65, 4
@@ -133,11 +133,17 @@ LAYOUTS = {
     "a V": ([(0, 1), (1, 2), (2, 3), (3, 4)], (0, 1, 1, 0)),
 }
 NAMES = ("tied llama", "sliding qwen2", "gemma3", "gpt2", "opt", "granite", "mixtral", "falcon_h1")
+SOME = list(zip(NAMES, cycle(LAYOUTS), strict=False))
+ALL = list(product(NAMES, LAYOUTS))
 
 
-@table("name", NAMES)
-@table("layout", LAYOUTS)
-def test_stages_give_loss_and_gradients_of_the_whole_model(name, layout):
+@pytest.mark.parametrize("cells", [SOME, pytest.param(ALL, marks=pytest.mark.slow)], ids=["some", "all"])
+def test_stages_give_loss_and_gradients_of_the_whole_model(cells):
+    for name, layout in cells:
+        check_stages(name, layout)
+
+
+def check_stages(name, layout):
     # Its grouped matrix product knows no float64.
     whole, tolerance = (make(name).float(), 1e-5) if name == "mixtral" else (make(name).double(), 1e-12)
     ranges, ranks = LAYOUTS[layout]
